@@ -1,0 +1,383 @@
+"""The forward kernel for Hopper: the roles of `schedules.forward` lowered onto TMA, wgmma and mbarriers.
+
+    q, o    [B, Sq, Hq, D]   16-bit, any strides whose last is 1 and whose others are multiples of 16 bytes
+    k, v    [B, Sk, Hkv, D]  likewise
+    lse     [B, Hq, Sq]      float32, natural logarithm; with an Sq of 0 it is not written
+
+One CTA computes one work tile: `tile_m` queries of one head. Batch, lengths, head counts, strides, scale and the width
+of the last tile are run-time values; a head dim below that of the tile is filled up with zeros by TMA and clipped when
+O is stored.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.utils import LayoutEnum, SmemAllocator
+
+from fmha.kernels.sm90 import softmax
+from fmha.kernels.sm90.barriers import PingPong, QueryRing, TileRing
+from schedules.domain import DOMAINS, Section, Visits
+from schedules.forward import Attend, Load, Slot
+from schedules.tiling import ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
+from schedules.work import Work, work_of
+
+LN2 = math.log(2.0)
+WARPS_PER_WARPGROUP = WARPGROUP // 32
+
+
+class TmaLoad(Load):
+    """The producer warp."""
+
+    def __init__(self, q: QueryRing, k: TileRing, v: TileRing) -> None:
+        self.q = q
+        self.k = k
+        self.v = v
+
+
+class WgmmaAttend(Attend):
+    """A consumer warpgroup. Register tensors: `s` (64 x tile_n), `o` (64 x head_dim), `p`, `row_maximum`, `row_sum`."""
+
+    def __init__(self, kernel, rings, turn, operands, store, domain, lengths, scale_log2, warpgroup_index) -> None:
+        self.kernel = kernel
+        self.q, self.k, self.v = rings
+        self.turn = turn
+        self.sq, self.sk, self.sv = operands  # descriptors (MMA, MMA_M|N, MMA_K, stage)
+        self.store = store
+        self.domain = domain
+        self.seqlen_q, self.seqlen_k = lengths
+        self.scale_log2 = scale_log2
+        self.warpgroup_index = warpgroup_index
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        self.lane = cute.arch.lane_idx()
+
+        config = kernel.config
+        self.s = kernel.qk.make_fragment_C(kernel.qk.partition_shape_C((ROWS_PER_WARPGROUP, config.tile_n)))
+        self.o = kernel.pv.make_fragment_C(kernel.pv.partition_shape_C((ROWS_PER_WARPGROUP, config.head_dim)))
+        self.p = cute.make_rmem_tensor(
+            kernel.pv.partition_shape_A((ROWS_PER_WARPGROUP, config.tile_n)), kernel.dtype
+        )
+        self.row_maximum = cute.make_rmem_tensor(softmax.ROWS, Float32)  # log2, scaled
+        self.row_grown = cute.make_rmem_tensor(softmax.ROWS, Float32)  # the same, this tile included
+        self.row_sum = cute.make_rmem_tensor(softmax.ROWS, Float32)  # of this thread's columns
+
+    def row(self, work: Work, r: int) -> Int32:
+        """The query that row `r` of this thread is."""
+        tile = work.q_tile * self.kernel.config.tile_m + self.warpgroup_index * ROWS_PER_WARPGROUP
+        return tile + (self.thread // 32) * 16 + self.lane // 4 + 8 * r
+
+    def start(self, work: Work) -> None:
+        self.o.fill(0.0)
+        for r in range(softmax.ROWS):
+            self.row_maximum[r] = Float32(softmax.FLOOR)
+            self.row_sum[r] = Float32(0.0)
+
+    def fence(self) -> None:
+        warpgroup.fence()
+
+    def issue_qk(self, slot: Slot) -> None:
+        for k in range(cute.size(self.sq, mode=[2])):
+            cute.gemm(
+                self.kernel.qk_first if k == 0 else self.kernel.qk,
+                self.s,
+                self.sq[None, None, k, self.warpgroup_index],
+                self.sk[None, None, k, slot.stage],
+                self.s,
+            )
+
+    def issue_pv(self, slot: Slot) -> None:
+        for k in range(cute.size(self.p, mode=[2])):
+            cute.gemm(self.kernel.pv, self.o, self.p[None, None, k], self.sv[None, None, k, slot.stage], self.o)
+
+    def commit(self) -> None:
+        warpgroup.commit_group()
+
+    def retire(self, pending: int) -> None:
+        warpgroup.wait_group(pending)
+
+    def row_max(self, section: Section, work: Work, tile: int) -> Boolean:
+        if section is not Section.BODY:
+            start = tile * self.kernel.config.tile_n
+            limits = [
+                self.domain.hi(self.row(work, r), self.seqlen_q, self.seqlen_k) - start for r in range(softmax.ROWS)
+            ]
+            softmax.mask_right(self.s, limits, self.lane)
+        grew = None
+        for r in range(softmax.ROWS):
+            found = softmax.row_reduce(self.s, r, cute.arch.fmax)
+            found = softmax.quad_reduce(found, cute.arch.fmax) * self.scale_log2
+            self.row_grown[r] = cute.arch.fmax(found, self.row_maximum[r])
+            row_grew = self.row_grown[r] > self.row_maximum[r] + self.kernel.config.rescale_above
+            grew = row_grew if grew is None else softmax.either(grew, row_grew)
+        return cute.arch.vote_any_sync(grew)
+
+    def rescale(self) -> None:
+        for r in range(softmax.ROWS):
+            shrink = cute.math.exp2(self.row_maximum[r] - self.row_grown[r], fastmath=True)
+            self.row_maximum[r] = self.row_grown[r]
+            self.row_sum[r] = self.row_sum[r] * shrink
+            for column in range(softmax.columns(self.o)):
+                at = softmax.element(r, column)
+                self.o[at] = self.o[at] * shrink
+
+    def exponents(self) -> None:
+        for r in range(softmax.ROWS):
+            for column in range(softmax.columns(self.s)):
+                at = softmax.element(r, column)
+                self.s[at] = cute.math.exp2(self.s[at] * self.scale_log2 - self.row_maximum[r], fastmath=True)
+        for r in range(softmax.ROWS):
+            self.row_sum[r] = self.row_sum[r] + softmax.row_reduce(self.s, r, softmax.add)
+
+    def pack_p(self) -> None:
+        softmax.pack(self.s, self.p, self.kernel.dtype)
+
+    def normalise(self, work: Work) -> None:
+        for r in range(softmax.ROWS):
+            row = self.row(work, r)
+            total = softmax.quad_reduce(self.row_sum[r], softmax.add)
+            lse = (self.row_maximum[r] + cute.math.log2(total, fastmath=True)) * LN2
+            blind = self.domain.hi(row, self.seqlen_q, self.seqlen_k) <= 0
+            inverse = cute.arch.rcp_approx(total)
+            for column in range(softmax.columns(self.o)):
+                at = softmax.element(r, column)
+                self.o[at] = softmax.select(blind, Float32(0.0), self.o[at] * inverse)
+            self.store.lse(work, row, softmax.select(blind, Float32(-Float32.inf), lse), self.lane)
+
+    def stage_o(self) -> None:
+        rounded = cute.make_rmem_tensor(self.o.layout, self.kernel.dtype)
+        softmax.pack(self.o, rounded, self.kernel.dtype)
+        self.store.stage(rounded, self.thread, self.warpgroup_index)
+
+    def publish_o(self) -> None:
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(
+            barrier_id=PingPong.FIRST + self.kernel.config.consumers + self.warpgroup_index,
+            number_of_threads=WARPGROUP,
+        )
+
+    def store_o(self, work: Work) -> None:
+        self.store.start(work, self.thread, self.warpgroup_index)
+
+    def drain(self) -> None:
+        self.store.drain(self.thread)
+
+
+class OutputStore:
+    """Registers to shared memory to global memory, and the LSE."""
+
+    def __init__(self, kernel, atom, so, tiles, shared, lse) -> None:
+        self.kernel = kernel
+        self.atom = atom
+        self.so = so  # (64, head_dim, warpgroup), swizzled
+        self.tiles = tiles  # (TMA, 64 rows, head, batch)
+        self.shared = shared  # (TMA, warpgroup)
+        self.mlse = lse  # (B, H, Sq)
+
+    def stage(self, rounded: cute.Tensor, thread: Int32, warpgroup_index: Int32) -> None:
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.kernel.dtype)
+        copy = cute.make_tiled_copy_C(atom, self.kernel.pv).get_slice(thread)
+        cute.copy(atom, copy.retile(rounded), copy.partition_D(self.so[None, None, warpgroup_index]))
+
+    @cute.jit
+    def start(self, work: Work, thread: Int32, warpgroup_index: Int32):
+        if thread < 32:
+            tile = work.q_tile * self.kernel.config.consumers + warpgroup_index
+            cute.copy(
+                self.atom, self.shared[None, warpgroup_index], self.tiles[None, tile, work.head, work.batch]
+            )
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def drain(self, thread: Int32):
+        if thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def lse(self, work: Work, row: Int32, value: Float32, lane: Int32):
+        if lane % 4 == 0 and row < self.mlse.shape[2]:
+            self.write_lse(work, row, value)
+
+    def write_lse(self, work: Work, row: Int32, value: Float32) -> None:
+        self.mlse[work.batch, work.head, row] = value
+
+
+class ForwardKernel:
+    """Compiles to one cubin for (dtype, mask, block config)."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], mask: str, config: BlockConfig) -> None:
+        self.dtype = dtype
+        self.config = config
+        self.domain = DOMAINS[mask](config.tile_m, config.tile_n)
+
+    def _make_mmas(self) -> None:
+        """S = Q K^T from shared memory; O += P V with P from registers. `qk_first` overwrites its accumulators."""
+        major = warpgroup.OperandMajorMode
+
+        def qk():
+            return sm90.make_trivial_tiled_mma(
+                self.dtype, self.dtype, major.K, major.K, Float32, (1, 1, 1), (ROWS_PER_WARPGROUP, self.config.tile_n)
+            )
+
+        self.qk_first, self.qk = qk(), qk()
+        self.pv = sm90.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            major.K,
+            major.MN,
+            Float32,
+            (1, 1, 1),
+            (ROWS_PER_WARPGROUP, self.config.head_dim),
+            warpgroup.OperandSource.RMEM,
+        )
+
+    def set_accumulate(self) -> None:
+        self.qk_first.set(warpgroup.Field.ACCUMULATE, False)
+        self.qk.set(warpgroup.Field.ACCUMULATE, True)
+        self.pv.set(warpgroup.Field.ACCUMULATE, True)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        scale_log2: Float32,
+        head_group: Int32,
+        stream,
+    ):
+        config = self.config
+        rows, keys, dims = ROWS_PER_WARPGROUP, config.tile_n, config.head_dim
+        self._make_mmas()
+        q, k, v, o = [_modes(t, order) for t, order in ((q, (1, 3, 2, 0)), (k, (1, 3, 2, 0)), (v, (3, 1, 2, 0)), (o, (1, 3, 2, 0)))]
+        sq_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, keys, dims), self.dtype, config.consumers)
+        sk_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (rows, keys, dims), self.dtype, config.stages)
+        sv_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (rows, dims, keys), self.dtype, config.stages)
+
+        load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        stage = (None, None, 0)
+        q_atom, q_tma = cpasync.make_tiled_tma_atom(load, q, cute.slice_(sq_layout, stage), (rows, dims))
+        k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k, cute.slice_(sk_layout, stage), (keys, dims))
+        v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.slice_(sv_layout, stage), (dims, keys))
+        o_atom, o_tma = cpasync.make_tiled_tma_atom(save, o, cute.slice_(sq_layout, stage), (rows, dims))
+
+        q_tiles = cute.ceil_div(q.shape[0], config.tile_m)
+        self.kernel(
+            (q_atom, k_atom, v_atom, o_atom),
+            (q_tma, k_tma, v_tma, o_tma),
+            lse,
+            (sq_layout, sk_layout, sv_layout),
+            (self.qk_first, self.qk, self.pv),
+            scale_log2,
+            head_group,
+        ).launch(
+            grid=(q_tiles * q.shape[2] * q.shape[3], 1, 1),
+            block=(config.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(self, atoms, tensors, lse, layouts, mmas, scale_log2: Float32, head_group: Int32):
+        config = self.config
+        self.qk_first, self.qk, self.pv = mmas
+        q_atom, k_atom, v_atom, o_atom = atoms
+        mq, mk, mv, mo = tensors  # (S, D, H, B), v (D, S, H, B)
+        sq_layout, sk_layout, sv_layout = layouts
+
+        allocator = SmemAllocator()
+        barriers = allocator.allocate_array(cutlass.Int64, 2 + 4 * config.stages)
+        sq = allocator.allocate_tensor(self.dtype, sq_layout.outer, 1024, sq_layout.inner)
+        sk = allocator.allocate_tensor(self.dtype, sk_layout.outer, 1024, sk_layout.inner)
+        sv = allocator.allocate_tensor(self.dtype, sv_layout.outer, 1024, sv_layout.inner)
+
+        rows, keys, dims = ROWS_PER_WARPGROUP, config.tile_n, config.head_dim
+        gq = cute.local_tile(mq, (rows, dims), (None, 0, None, None))
+        gk = cute.local_tile(mk, (keys, dims), (None, 0, None, None))
+        gv = cute.local_tile(mv, (dims, keys), (0, None, None, None))
+        go = cute.local_tile(mo, (rows, dims), (None, 0, None, None))
+        q_shared, q_global = _tma_partition(q_atom, sq, gq)
+        k_shared, k_global = _tma_partition(k_atom, sk, gk)
+        v_shared, v_global = _tma_partition(v_atom, sv, gv)
+        o_shared, o_global = _tma_partition(o_atom, sq, go)
+
+        element = self.dtype.width // 8
+        warps = config.consumers * WARPS_PER_WARPGROUP
+        tile_bytes = keys * dims * element
+        heads = mq.shape[2]
+        group = heads // mk.shape[2]
+        q_ring = QueryRing(barriers, config.tile_m * dims * element, warps, q_atom, q_shared, q_global, config.consumers)
+        k_ring = TileRing(barriers + 2, config.stages, tile_bytes, warps, k_atom, k_shared, k_global, group)
+        v_ring = TileRing(
+            barriers + 2 + 2 * config.stages, config.stages, tile_bytes, warps, v_atom, v_shared, v_global, group
+        )
+        seqlen_q, seqlen_k = mq.shape[0], mk.shape[0]
+        index = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP - 1
+        turn = PingPong(index, config.consumers)
+        store = OutputStore(self, o_atom, sq, o_global, o_shared, lse)
+        qk, pv = self.qk.get_slice(0), self.pv.get_slice(0)
+        operands = (
+            qk.make_fragment_A(qk.partition_A(sq)),
+            qk.make_fragment_B(qk.partition_B(sk)),
+            pv.make_fragment_B(pv.partition_B(sv)),
+        )
+        rings = (q_ring, k_ring, v_ring)
+        attend = WgmmaAttend(
+            self, rings, turn, operands, store, self.domain, (seqlen_q, seqlen_k), scale_log2, index
+        )
+        q_tiles = cute.ceil_div(seqlen_q, config.tile_m)
+        work = work_of(cute.arch.block_idx()[0], q_tiles, heads, mq.shape[3], head_group)
+        visits = self.domain.visits(work.q_tile, seqlen_q, seqlen_k)
+        Cta(config, rings, turn, TmaLoad(*rings), attend).run(work, visits)
+
+
+class Cta:
+    """The roles of one CTA, and which warps play them: warpgroup 0 loads, the others attend."""
+
+    def __init__(self, config: BlockConfig, rings, turn: PingPong, load: TmaLoad, attend: WgmmaAttend) -> None:
+        self.config = config
+        self.rings = rings
+        self.turn = turn
+        self.load = load
+        self.attend = attend
+
+    def init_barriers(self) -> None:
+        for ring in self.rings:
+            ring.init()
+        cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def run(self, work: Work, visits: Visits):
+        thread = cute.arch.thread_idx()[0]
+        if thread == 0:
+            self.init_barriers()
+        cute.arch.sync_threads()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_index < WARPS_PER_WARPGROUP:
+            cute.arch.setmaxregister_decrease(self.config.producer_registers)
+            if warp_index == 0:
+                self.load.run(work, visits)
+        else:
+            cute.arch.setmaxregister_increase(self.config.consumer_registers)
+            self.attend.kernel.set_accumulate()
+            if warp_index >= self.config.consumers * WARPS_PER_WARPGROUP:
+                self.turn.seed()
+            self.attend.run(work, visits)
+
+
+def _modes(tensor: cute.Tensor, order: tuple[int, ...]) -> cute.Tensor:
+    """The same tensor with its modes in another order."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(order)))
+
+
+def _tma_partition(atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """(TMA, stage) in shared memory and (TMA, tile, head, batch) in global memory."""
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+    )

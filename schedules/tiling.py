@@ -1,0 +1,125 @@
+"""Block configs: tiles, stages, warpgroups and registers, and the table that picks one.
+
+Every row of the table carries its reason. `BlockConfig.check` compares a config with the chip and says what does not
+fit, before anything is compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WARPGROUP = 128  # threads
+ROWS_PER_WARPGROUP = 64  # M of one wgmma
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What one multiprocessor offers (CUDA programming guide, compute capabilities)."""
+
+    name: str
+    smem_bytes: int  # dynamic shared memory one CTA may have
+    registers: int  # 32-bit registers per multiprocessor
+    max_registers_per_thread: int = 255
+
+
+CHIPS = {
+    "sm_90a": Chip("sm_90a", smem_bytes=227 * 1024, registers=64 * 1024),
+}
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """How one cubin computes: part of the cache key.
+
+    Lengths in elements. One producer warpgroup (one of its warps loads) and `consumers` warpgroups of 64 query rows.
+    """
+
+    head_dim: int  # of the tile; a smaller head dim is padded with zeros by TMA, in shared memory only
+    tile_n: int  # keys per tile
+    stages: int  # of the K ring and of the V ring
+    consumers: int  # warpgroups that attend
+    producer_registers: int  # setmaxnreg, per thread
+    consumer_registers: int
+    rescale_above: float = 8.0  # log2: O and the row sum are rescaled only when a row maximum grows by more
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows per CTA."""
+        return self.consumers * ROWS_PER_WARPGROUP
+
+    @property
+    def threads(self) -> int:
+        return (self.consumers + 1) * WARPGROUP
+
+    def smem_bytes(self, element_bytes: int = 2) -> int:
+        """Shared memory of one CTA: Q (O is staged in it), the two rings, and their barriers."""
+        q = self.tile_m * self.head_dim * element_bytes
+        kv = 2 * self.stages * self.tile_n * self.head_dim * element_bytes
+        barriers = 8 * 2 * (1 + 2 * self.stages)
+        return q + kv + 1024 * -(-barriers // 1024)  # tiles are aligned to the 1024 bytes of a swizzle atom
+
+    def check(self, chip: Chip) -> str | None:
+        """Why this config cannot run on `chip`, or None."""
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            return f"tile_n {self.tile_n} is not a multiple of 16 from 16 to 256 (the K of the PV wgmma)"
+        if self.head_dim % 16 or not 16 <= self.head_dim <= 256:
+            return f"head_dim {self.head_dim} is not a multiple of 16 from 16 to 256 (the K of the QK wgmma)"
+        if not 1 <= self.consumers <= 3:
+            return f"{self.consumers} consumer warpgroups: 1 to 3 fit beside the producer"
+        if (need := self.smem_bytes()) > chip.smem_bytes:
+            return f"{need} bytes of shared memory, {chip.name} has {chip.smem_bytes}"
+        for registers in (self.producer_registers, self.consumer_registers):
+            if registers % 8 or not 24 <= registers <= chip.max_registers_per_thread:
+                return f"setmaxnreg {registers}: a multiple of 8 from 24 to {chip.max_registers_per_thread}"
+        total = WARPGROUP * (self.producer_registers + self.consumers * self.consumer_registers)
+        if total > chip.registers:
+            return f"{total} registers, {chip.name} has {chip.registers}"
+        accumulators = (self.tile_n + self.head_dim) // 2 + self.tile_n // 4  # S and O in float32, P in 16 bits
+        if accumulators + 24 > self.consumer_registers:
+            return f"S, P and O need {accumulators} registers, {self.consumer_registers} leave too few for the rest"
+        return None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A row of the table: the config for head dims up to `config.head_dim`, and why."""
+
+    config: BlockConfig
+    reason: str
+
+
+_TWO = {"consumers": 2, "producer_registers": 24, "consumer_registers": 240}
+_THREE = {"consumers": 3, "producer_registers": 32, "consumer_registers": 160}
+
+SM90 = (
+    Choice(
+        BlockConfig(head_dim=64, tile_n=128, stages=4, **_THREE),
+        "O is small, so three warpgroups of 160 registers fit and each K and V tile is read for 192 queries",
+    ),
+    Choice(
+        BlockConfig(head_dim=96, tile_n=128, stages=3, **_TWO),
+        "S, P and O need 144 registers: too many for three warpgroups of 160",
+    ),
+    Choice(
+        BlockConfig(head_dim=128, tile_n=128, stages=2, **_TWO),
+        "on an H200 tile_n 144, 160 and 176, and three warpgroups, were no faster",
+    ),
+    Choice(
+        BlockConfig(head_dim=192, tile_n=112, stages=2, **_TWO),
+        "the widest tile_n whose two stages fit in shared memory",
+    ),
+    Choice(
+        BlockConfig(head_dim=256, tile_n=80, stages=2, **_TWO),
+        "the widest tile_n whose two stages fit in shared memory",
+    ),
+)
+
+TABLES = {"sm_90a": SM90}
+
+
+def choose(head_dim: int, arch: str) -> BlockConfig:
+    """The block config for `head_dim` on `arch`: the first row wide enough. LookupError if there is none."""
+    for row in TABLES[arch]:
+        if head_dim <= row.config.head_dim:
+            return row.config
+    raise LookupError(f"no block config of {arch} holds head dim {head_dim}")
