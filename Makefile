@@ -1,0 +1,40 @@
+# `make demo` and `make test` set themselves up: a virtual environment in .venv, once.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format resources clean
+
+demo: $(READY)
+	$(RUN) -m fmha demo
+
+test: $(READY)
+	$(RUN) -m pytest
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(READY)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+resources: $(READY)
+	$(RUN) -m perf.resources
+
+# Where the system's Python has a torch that sees a GPU, that torch is used, whatever its version: it fits the driver.
+# Elsewhere the pinned one is installed.
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): this downloads the CuTe DSL and torch, once."
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then \
+		$(PYTHON) -m venv --system-site-packages $(VENV) && grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt; \
+	else \
+		$(PYTHON) -m venv $(VENV) && cp constraints.txt $(VENV)/constraints.txt; \
+	fi
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
