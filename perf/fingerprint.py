@@ -1,7 +1,7 @@
 """`python -m perf.fingerprint`: which sources a result was measured on.
 
-A hash of what `fmha/` and `schedules/` say to the interpreter: comments, docstrings and layout leave it alone, code does
-not. It is the same under every Python version, so that a result recorded on one machine can be checked on another.
+A hash of what `fmha/` and `schedules/` say to the interpreter: comments, docstrings and layout leave it alone, code
+does not. It is the same under every Python version, so that a result recorded on one machine can be checked on another.
 """
 
 from __future__ import annotations

@@ -128,10 +128,12 @@ def read(cubin: bytes | str | Path, function: str | None = None) -> Resources:
             path.write_bytes(cubin)
             return read(path, function)
     path = Path(cubin)
-    functions = {f["function-name"]: f for f in json.loads(_output("nvdisasm", "--emit-json", path))[1]}
+    functions: dict[str, Any] = {
+        entry["function-name"]: entry for entry in json.loads(_output("nvdisasm", "--emit-json", path))[1]
+    }
     usage = resource_usage(_output("cuobjdump", "-res-usage", path))
-    name = function or (next(iter(functions)) if len(functions) == 1 else None)
-    if name not in functions:
+    name = function if function or len(functions) != 1 else next(iter(functions))
+    if name is None or name not in functions:
         raise ValueError(f"function {function!r}: {path.name} holds {sorted(functions)}; name one of them")
     code = [Instruction.parse(i, raw) for i, raw in enumerate(functions[name]["sass-instructions"])]
     return analyse(name, code, usage[name])
