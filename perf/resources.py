@@ -1,0 +1,150 @@
+"""`python -m perf.resources`: registers, spills and loop instructions of every variant, from its machine code.
+
+Compiles every variant, prints a table and compares it with `perf/resources.json`, the committed one. It objects (exit
+status 1) to a spilled register, a byte of stack, a select in the unmasked loop body, a wait for all MMAs before the
+row maximum, and a loop body that grew by more than 2%; `--update` writes the new numbers down. `--compare DIR`
+compares with the cubins of `python -m fmha compile --out DIR` instead, and cubins named on the command line are read as
+they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from fmha import problem
+from fmha.jit import report, sass
+from fmha.jit.report import Report
+from fmha.problem import Problem
+from schedules.tiling import BlockConfig, choose
+
+TABLE = Path(__file__).with_name("resources.json")
+ARCH = "sm_90a"
+GROWTH = 1.02  # of the loop body, before it needs an `--update`
+
+
+def objections(name: str, new: Report, old: Report | None, config: BlockConfig | None = None) -> list[str]:
+    """What is wrong with a variant, in words; empty if nothing is. `old` is its row of the committed table."""
+    said = []
+    if new.spills:
+        said.append(f"spills: {new.local_loads} local loads, {new.local_stores} local stores")
+    if new.stack_bytes:
+        said.append(f"{new.stack_bytes} bytes of stack")
+    if selects := new.body_kinds.get("select", 0):
+        said.append(f"the body loop masks: {selects} selects")
+    if new.early_retire:
+        said.append("a softmax loop waits for every MMA before the row maximum, so that they do not overlap")
+    if config and new.setmaxnreg != (wanted := (config.producer_registers, config.consumer_registers)):
+        said.append(f"setmaxnreg {new.setmaxnreg}, the config says {wanted}")
+    if old is None:
+        said.append("not in the table to compare with; python -m perf.resources --update adds it")
+    elif new.body > old.body * GROWTH:
+        said.append(f"the body loop grew from {old.body} to {new.body} instructions")
+    return [f"{name}: {words}" for words in said]
+
+
+def variants(dtypes: tuple[str, ...] = ("bfloat16",)) -> dict[str, Problem]:
+    """The variants in the table, by name. float16 differs from bfloat16 in the names of two instructions."""
+    return {report.name(p, ARCH): p for p in problem.variants(ARCH) if p.dtype in dtypes}
+
+
+def measure(names: Iterable[str] | None = None, progress: bool = False) -> dict[str, Report]:
+    """Compiles variants, all of them unless named, and reads their cubins."""
+    known = variants()
+    chosen = track(list(names or known), "Compiling", console=Console(stderr=True), disable=not progress)
+    return {name: report.of_problem(known[name], ARCH) for name in chosen}
+
+
+# -- tables on disk ----------------------------------------------------------------------------------------------------
+
+
+def load(path: Path = TABLE) -> dict[str, Report]:
+    """The rows of a table, by variant; none if there is no such file."""
+    if not path.exists():
+        return {}
+    rows = json.loads(path.read_text())["variants"]
+    return {name: Report(**{key: _tuples(value) for key, value in row.items()}) for name, row in rows.items()}
+
+
+def dump(reports: Mapping[str, Report]) -> str:
+    """A table as JSON, a variant a line, with the compiler that the numbers belong to."""
+    compiler = json.dumps({"nvidia-cutlass-dsl": metadata.version("nvidia-cutlass-dsl")})
+    rows = ",\n".join(f'  "{name}": {json.dumps(asdict(row))}' for name, row in reports.items())
+    return f'{{\n "compiler": {compiler},\n "variants": {{\n{rows}\n }}\n}}\n'
+
+
+def folder(path: Path) -> dict[str, Report]:
+    """The variants that `python -m fmha compile --out` left in a folder. ValueError if it has no manifest."""
+    if not (manifest := path / "manifest.json").is_file():
+        raise ValueError(f"--compare {str(path)!r}: no manifest.json; python -m fmha compile --out DIR writes one")
+    entries = json.loads(manifest.read_text())
+    return {e["name"]: report.of_cubin(path / e["cubin"], BlockConfig(**e["config"])) for e in entries}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.resources", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cubin", nargs="*", type=Path, help="read these instead of compiling the variants")
+    parser.add_argument("--compare", metavar="DIR", type=Path, help="a folder of `fmha compile` to compare with")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--update", action="store_true", help=f"write {TABLE.name}")
+    chosen = parser.parse_args(arguments)
+    if chosen.update and (chosen.cubin or chosen.compare):
+        parser.error("--update writes the numbers of freshly compiled variants: give no cubin and no --compare")
+    return chosen
+
+
+def main(arguments: list[str] | None = None) -> int:
+    chosen = parse(arguments)
+    try:
+        if chosen.cubin:
+            reports = {str(path): report.of_cubin(path) for path in chosen.cubin}
+            before = reports
+        else:
+            before = folder(chosen.compare) if chosen.compare else load()
+            reports = measure(progress=True)
+    except (ValueError, LookupError, sass.MissingTool) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print_reports(reports, before, as_json=chosen.json)
+    if chosen.update:
+        TABLE.write_text(dump(reports))
+        before = reports
+    configs = {} if chosen.cubin else {name: choose(p.head_dim, ARCH) for name, p in variants().items()}
+    said = [
+        words for name, row in reports.items() for words in objections(name, row, before.get(name), configs.get(name))
+    ]
+    print("\n".join(said), file=sys.stderr, end="\n" if said else "")
+    return 1 if said else 0
+
+
+def print_reports(reports: Mapping[str, Report], before: Mapping[str, Report], as_json: bool) -> None:
+    if as_json:
+        print(dump(reports), end="")
+        return
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(report.table(reports, before))
+    for name, row in reports.items():
+        places = ", ".join(f"<= {left} left after {n} shuffles and {e} exponentials" for left, n, e in row.body_waits)
+        console.print(f"{name}: MMA waits {places}", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
