@@ -1,0 +1,233 @@
+"""The checks that GPU tests rest on accept a kernel's arithmetic and object to every mistake planted here."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fmha import reference
+from tests.cases import CASES, GROWING, SHARP, Case, inputs
+from tests.checks import Output, check, half_ulp, poison, same_bits
+
+TILE_N = 128
+RESCALE_ABOVE = 8.0  # log2
+FLOOR = -(2.0**120)
+
+
+def flash(q, k, v, *, causal=False, scale=None, out=None, return_lse=False, visible=None):
+    """A kernel's arithmetic on the CPU: float32 accumulators, P rounded to 16 bits, base 2, right to left in tiles,
+    rescaled only where a row maximum grew by more than a threshold."""
+    scale = (q.shape[3] ** -0.5 if scale is None else scale) * math.log2(math.e)
+    group = q.shape[2] // k.shape[2]
+    queries = q.float().transpose(1, 2)
+    keys, values = (x.float().transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))
+    seen = (visible or reference.visibility(q.shape[1], k.shape[1], causal))(torch.arange(q.shape[1]))
+    maximum = torch.full((*queries.shape[:3], 1), FLOOR)
+    total, acc = torch.zeros_like(maximum), torch.zeros_like(queries)
+    for start in reversed(range(0, k.shape[1], TILE_N)):
+        tile = slice(start, min(start + TILE_N, k.shape[1]))
+        scores = (queries @ keys[:, :, tile].mT).masked_fill(~seen[:, tile], -math.inf)
+        found = torch.maximum(scores.amax(-1, keepdim=True) * scale, maximum)
+        grown = torch.where(found > maximum + RESCALE_ABOVE, found, maximum)
+        shrink = torch.exp2(maximum - grown)
+        p = torch.exp2(scores * scale - grown)
+        total, acc, maximum = total * shrink + p.sum(-1, keepdim=True), acc * shrink, grown
+        acc = acc + p.to(q.dtype).float() @ values[:, :, tile]
+    blind = ~seen.any(-1)
+    result = (acc / total).masked_fill(blind[:, None], 0.0).transpose(1, 2).to(q.dtype)
+    lse = ((maximum + total.log2()) * math.log(2.0)).masked_fill(blind[:, None], -math.inf).squeeze(-1)
+    out = result if out is None else out.copy_(result)
+    return (out, lse) if return_lse else out
+
+
+QUICK = [case for case in CASES if case.batch * case.heads_q * case.seqlen_q * case.seqlen_k < 2**17]
+SAMPLE = random.Random(0).sample(QUICK, 40)
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.name)
+def test_a_kernels_arithmetic_passes(case: Case) -> None:
+    verdict = check(case, flash, "cpu")
+    assert verdict.ratio <= 2.0
+    assert verdict.lse_error == 0.0 or case.return_lse
+
+
+@pytest.mark.parametrize("case", SHARP[:4] + GROWING[:2], ids=lambda case: case.name)
+def test_sharp_and_growing_inputs_pass(case: Case) -> None:
+    check(replace(case, seqlen_q=64), flash, "cpu")
+
+
+# -- planted mistakes -------------------------------------------------------------------------------------------------
+def _drops_last_key(q, k, v, **kw):
+    return flash(
+        q, k, v, visible=lambda rows: _visible(q, k, kw, rows) & (torch.arange(k.shape[1]) < k.shape[1] - 1), **kw
+    )
+
+
+def _sees_one_key_more(q, k, v, **kw):
+    return flash(q, k, v, visible=lambda rows: _visible(q, k, kw, rows + 1), **kw)
+
+
+def _top_left_causal(q, k, v, **kw):
+    return flash(q, k, v, visible=reference.visibility(k.shape[1], k.shape[1], kw["causal"]), **kw)
+
+
+def _visible(q, k, kw, rows):
+    return reference.visibility(q.shape[1], k.shape[1], kw["causal"])(rows)
+
+
+def _scale_off_by_1_percent(q, k, v, **kw):
+    return flash(q, k, v, **{**kw, "scale": 1.01 * (kw["scale"] or q.shape[3] ** -0.5)})
+
+
+def _heads_interleaved(q, k, v, **kw):
+    group = q.shape[2] // k.shape[2]
+    return flash(q, *(x.repeat(1, 1, group, 1) for x in (k, v)), **kw)
+
+
+def _nan_in_blind_rows(q, k, v, **kw):
+    out, lse = flash(q, k, v, **kw)
+    blind = max(0, q.shape[1] - k.shape[1])
+    out[:, :blind] = math.nan
+    return out, lse
+
+
+def _lse_of_blind_rows_finite(q, k, v, **kw):
+    out, lse = flash(q, k, v, **kw)
+    return out, lse.clamp(min=FLOOR)
+
+
+def _lse_in_base_2(q, k, v, **kw):
+    out, lse = flash(q, k, v, **kw)
+    return out, lse * math.log2(math.e)
+
+
+def _leaves_one_element(q, k, v, **kw):
+    out, lse = flash(q, k, v, **kw)
+    poison(out[-1, -1, -1, -1:])
+    return out, lse
+
+
+def _writes_past_the_end(q, k, v, **kw):
+    out, lse = flash(q, k, v, **kw)
+    out.as_strided(
+        (1,), (1,), out.storage_offset() + (out.shape[0] - 1) * out.stride(0) + out.shape[1] * out.stride(1)
+    ).fill_(0)
+    return out, lse
+
+
+def _ignores_out(q, k, v, *, out, **kw):
+    return flash(q, k, v, **kw)
+
+
+def _wrong_dtype(q, k, v, *, out=None, **kw):
+    result, lse = flash(q, k, v, **kw)
+    return result.float(), lse
+
+
+def _changes_q(q, k, v, **kw):
+    result = flash(q, k, v, **kw)
+    q[0, 0, 0, 0] += 1
+    return result
+
+
+def _one_row_of_another_batch(q, k, v, **kw):
+    out, lse = flash(q, k, v, **kw)
+    out[1, -1] = out[0, -1]
+    return out, lse
+
+
+def _rounds_p_to_6_bits(q, k, v, **kw):
+    coarse = torch.round(v.float() * 32) / 32  # errors as large as those of a coarser P
+    return flash(q, k, coarse.to(v.dtype), **kw)
+
+
+class _Unsteady:
+    """Another bit at every call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, q, k, v, **kw):
+        out, lse = flash(q, k, v, **kw)
+        self.calls += 1
+        out.view(torch.int16)[0, 0, 0, 0] ^= self.calls % 2
+        return out, lse
+
+
+DENSE = Case(2, 70, 259, 4, 2, 64, out="given")
+CAUSAL = Case(2, 70, 259, 4, 2, 64, causal=True, out="strided")
+BLIND = Case(2, 259, 70, 4, 2, 64, causal=True, out="given")
+
+
+@pytest.mark.parametrize(
+    ("case", "mistake", "complaint"),
+    [
+        (DENSE, _drops_last_key, "oracle"),
+        (CAUSAL, _sees_one_key_more, "oracle"),
+        (BLIND, _sees_one_key_more, "not 0|oracle"),
+        (CAUSAL, _top_left_causal, "oracle"),
+        (BLIND, _top_left_causal, "not 0"),
+        (DENSE, _scale_off_by_1_percent, "oracle"),
+        (DENSE, _heads_interleaved, "oracle"),
+        (BLIND, _nan_in_blind_rows, "not 0"),
+        (BLIND, _lse_of_blind_rows_finite, "minus infinity"),
+        (DENSE, _lse_in_base_2, "LSE is off"),
+        (CAUSAL, _leaves_one_element, "1 of .* never written"),
+        (DENSE, _writes_past_the_end, "1 elements outside out"),
+        (CAUSAL, _writes_past_the_end, "1 elements outside out"),
+        (DENSE, _ignores_out, "out= was not used"),
+        (DENSE, _wrong_dtype, "out is torch.float32"),
+        (DENSE, _changes_q, "changed q"),
+        (DENSE, _one_row_of_another_batch, "oracle"),
+        (DENSE, _rounds_p_to_6_bits, "oracle"),
+        (DENSE, _Unsteady(), "other bits in out"),
+    ],
+)
+def test_a_planted_mistake_is_seen(case: Case, mistake, complaint: str) -> None:
+    check(case, flash, "cpu")
+    with pytest.raises(AssertionError, match=complaint):
+        check(case, mistake, "cpu")
+
+
+def test_a_call_that_allocates_leaves_poison_unwritten_if_it_forgets_an_element() -> None:
+    with pytest.raises(AssertionError, match="never written|not finite"):
+        check(replace(DENSE, out="new"), _leaves_one_element, "cpu")
+
+
+# -- the pieces -------------------------------------------------------------------------------------------------------
+def test_poison_is_nan_in_both_dtypes() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        assert poison(torch.zeros(3, dtype=dtype)).isnan().all()
+
+
+def test_half_ulp_is_the_error_of_rounding() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for value in (1.0, 1.99, 3.7, 0.013):
+            spread = torch.linspace(value, value * 1.001, 4096, dtype=torch.float64)
+            error = (spread.to(dtype).double() - spread).abs().max().item()
+            assert error <= half_ulp(spread.max().item(), dtype)
+    assert half_ulp(1.5, torch.bfloat16) == 2.0**-8
+    assert half_ulp(4.0, torch.float16) == 2.0**-9
+
+
+def test_same_bits_tells_signed_zeros_apart_and_nans_alike() -> None:
+    a = torch.tensor([0.0, math.nan])
+    assert same_bits(a, a.clone())
+    assert not same_bits(a, torch.tensor([-0.0, math.nan]))
+
+
+def test_surroundings_of_an_output_survive_a_proper_write() -> None:
+    for strided in (False, True):
+        target = Output((2, 3, 2, 16), torch.bfloat16, "cpu", strided)
+        target.view.copy_(torch.ones(2, 3, 2, 16))
+        target.check_surroundings()
+        assert (target.view == 1).all()
+
+
+def test_inputs_are_fresh_for_each_seed_and_repeatable() -> None:
+    a, b, c = (inputs(DENSE, "cpu", seed)[0] for seed in (0, 0, 1))
+    assert same_bits(a, b) and not same_bits(a, c)

@@ -1,0 +1,185 @@
+"""The float64 oracle against hand-written loops, torch's own attention in float64, and itself in pieces."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fmha import reference
+from tests.cases import CASES, Case, inputs
+
+INF, NAN = math.inf, math.nan
+
+
+def by_hand(q, k, v, causal, scale):
+    """Attention from the definition, one number at a time."""
+    batch, seqlen_q, heads, dim = q.shape
+    seqlen_k, group = k.shape[1], heads // k.shape[2]
+    out = [[[[0.0] * dim for _ in range(heads)] for _ in range(seqlen_q)] for _ in range(batch)]
+    lse = [[[-INF] * seqlen_q for _ in range(heads)] for _ in range(batch)]
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(seqlen_q):
+                seen = [j for j in range(seqlen_k) if not causal or j <= i + seqlen_k - seqlen_q]
+                if not seen:
+                    continue
+                scores = [
+                    scale * sum(float(q[b, i, h, d]) * float(k[b, j, h // group, d]) for d in range(dim)) for j in seen
+                ]
+                weights = [math.exp(s) for s in scores]
+                lse[b][h][i] = math.log(sum(weights))
+                for d in range(dim):
+                    total = sum(w * float(v[b, j, h // group, d]) for w, j in zip(weights, seen, strict=True))
+                    out[b][i][h][d] = total / sum(weights)
+    return torch.tensor(out, dtype=torch.float64), torch.tensor(lse, dtype=torch.float64)
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (3, 7), (7, 3), (1, 6), (6, 1)])
+def test_equals_loops_written_by_hand(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
+    q, k, v = randn(2, seqlen_q, 4, 8), randn(2, seqlen_k, 2, 8, seed=1), randn(2, seqlen_k, 2, 8, seed=2)
+    expected, expected_lse = by_hand(q, k, v, causal, 0.3)
+    out, lse = reference.attention(q, k, v, causal=causal, scale=0.3)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-13)
+    out_np, lse_np = reference.attention_numpy(q.numpy(), k.numpy(), v.numpy(), causal=causal, scale=0.3)
+    np.testing.assert_allclose(out_np, expected.numpy(), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(lse_np, expected_lse.numpy(), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(33, 33), (20, 45)])
+@pytest.mark.parametrize("mask", ["dense", "causal"])
+def test_equals_torchs_attention_in_float64(mask: str, seqlen_q: int, seqlen_k: int) -> None:
+    q, k, v = randn(2, seqlen_q, 6, 40), randn(2, seqlen_k, 2, 40, seed=1), randn(2, seqlen_k, 2, 40, seed=2)
+    visible = None
+    if mask == "causal":
+        visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*heads_first, attn_mask=visible, enable_gqa=True).transpose(1, 2)
+    out, lse = reference.attention(q, k, v, causal=mask == "causal")
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    assert out.dtype == lse.dtype == torch.float64
+    assert lse.shape == (2, 6, seqlen_q)
+
+
+SMALL = [c for c in CASES if c.batch * c.heads_q * c.seqlen_q * c.head_dim < 2**15]
+
+
+@pytest.mark.parametrize("case", random.Random(1).sample(SMALL, 40), ids=lambda case: case.name)
+def test_torch_and_numpy_oracles_agree(case: Case) -> None:
+    q, k, v = inputs(case, "cpu")
+    out, lse = reference.attention(q, k, v, causal=case.causal, scale=case.scale)
+    out_np, lse_np = reference.attention_numpy(
+        *(x.double().numpy() for x in (q, k, v)), causal=case.causal, scale=case.scale
+    )
+    np.testing.assert_allclose(out.numpy(), out_np, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(lse.numpy(), lse_np, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 300, 5000, 40000])
+def test_chunks_do_not_change_the_result(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = randn(3, 50, 6, 16), randn(3, 70, 3, 16, seed=1), randn(3, 70, 3, 16, seed=2)
+    whole = reference.attention(q, k, v, causal=True)
+    monkeypatch.setattr(reference, "CHUNK", chunk)
+    assert len(list(reference._chunks(3, 3, 50, 2, 70, 16))) > 1
+    pieces = reference.attention(q, k, v, causal=True)
+    for a, b in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
+def test_picked_rows_equal_those_of_the_whole() -> None:
+    q, k, v = randn(2, 50, 4, 16), randn(2, 30, 2, 16, seed=1), randn(2, 30, 2, 16, seed=2)
+    rows = torch.tensor([49, 0, 21, 20, 19])
+    out, lse = reference.attention(q, k, v, causal=True)
+    some, some_lse = reference.attention(q, k, v, causal=True, rows=rows)
+    torch.testing.assert_close(some, out[:, rows], rtol=0, atol=1e-14)
+    torch.testing.assert_close(some_lse, lse[:, :, rows], rtol=0, atol=1e-14)
+    assert (lse[:, :, :20] == -INF).all() and (out[:, :20] == 0).all() and lse[:, :, 20:].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 5), (2, 0, 5), (2, 4, 0), (2, 0, 0)])
+def test_empty_problems_give_zeros_and_an_lse_of_minus_infinity(shape: tuple[int, int, int]) -> None:
+    b, sq, sk = shape
+    for causal in (False, True):
+        out, lse = reference.attention(randn(b, sq, 4, 8), randn(b, sk, 2, 8), randn(b, sk, 2, 8), causal=causal)
+        assert out.shape == (b, sq, 4, 8) and lse.shape == (b, 4, sq)
+        assert (out == 0).all() and (lse == -INF).all()
+
+
+def test_a_score_function_sees_scaled_scores_and_their_rows() -> None:
+    q, k, v = randn(1, 6, 2, 8), randn(1, 9, 2, 8, seed=1), randn(1, 9, 2, 8, seed=2)
+    visible = reference.visibility(6, 9, False)
+
+    def softcap(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        assert scores.shape[-2] == len(rows)
+        return 0.5 * torch.tanh(scores / 0.5)
+
+    out, _ = reference.attend(q, k, v, visible=visible, score=softcap, scale=0.7)
+    scores = 0.5 * torch.tanh(torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.7 / 0.5)
+    torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), rtol=0, atol=1e-13)
+
+
+# -- infinities and NaN ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+@pytest.mark.parametrize("tensor", [0, 1, 2])
+def test_infinities_and_nan_spread_as_in_a_plain_softmax(tensor: int, value: float, causal: bool) -> None:
+    """Row by row over the visible keys alone, with torch's softmax in float64."""
+    qkv = [randn(1, 6, 1, 8), randn(1, 8, 1, 8, seed=1), randn(1, 8, 1, 8, seed=2)]
+    qkv[tensor][0, 4, 0, 3] = value
+    out, lse = reference.attention(*qkv, causal=causal)
+    out_np, lse_np = reference.attention_numpy(*(x.numpy() for x in qkv), causal=causal)
+    q, k, v = (x[0, :, 0] for x in qkv)
+    for i in range(6):
+        hi = i + 3 if causal else 8
+        scores = k[:hi] @ q[i] * 8**-0.5
+        weights = scores.softmax(0)
+        expected = (weights[:, None] * v[:hi]).sum(0)
+        torch.testing.assert_close(out[0, i, 0], expected, rtol=0, atol=1e-14, equal_nan=True)
+        torch.testing.assert_close(lse[0, 0, i], scores.logsumexp(0), rtol=0, atol=1e-14, equal_nan=True)
+    np.testing.assert_allclose(out_np, out.numpy(), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(lse_np, lse.numpy(), rtol=0, atol=1e-13)
+
+
+def test_infinities_of_both_signs_in_v_give_nan_and_an_unseen_one_gives_nothing() -> None:
+    q, k, v = randn(1, 4, 1, 8), randn(1, 4, 1, 8, seed=1), randn(1, 4, 1, 8, seed=2)
+    v[0, 0, 0, 0], v[0, 1, 0, 0] = INF, -INF
+    out, _ = reference.attention(q, k, v, causal=True)
+    assert out[0, 0, 0, 0] == INF
+    assert out[0, 1:, 0, 0].isnan().all()
+    assert out[..., 1:].isfinite().all()
+
+
+def test_a_row_whose_visible_scores_are_all_minus_infinity_is_nan() -> None:
+    q, k, v = torch.ones(1, 1, 1, 8), torch.full((1, 3, 1, 8), -INF), torch.ones(1, 3, 1, 8)
+    out, lse = reference.attention(q, k, v)
+    assert out.isnan().all() and (lse == -INF).all()
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("shapes", "name"),
+    [
+        (((2, 4, 8), (2, 4, 2, 8), (2, 4, 2, 8)), "q"),
+        (((2, 4, 2, 8), (2, 4, 2, 8), (2, 5, 2, 8)), "v"),
+        (((2, 4, 2, 8), (3, 4, 2, 8), (3, 4, 2, 8)), "k"),
+        (((2, 4, 2, 8), (2, 4, 2, 16), (2, 4, 2, 16)), "k"),
+        (((2, 4, 3, 8), (2, 4, 2, 8), (2, 4, 2, 8)), "k"),
+        (((2, 4, 3, 8), (2, 4, 0, 8), (2, 4, 0, 8)), "k"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(shapes, name: str) -> None:
+    tensors = [torch.zeros(shape) for shape in shapes]
+    with pytest.raises(ValueError, match=f"^{name} has"):
+        reference.attention(*tensors)
+    with pytest.raises(ValueError, match=f"^{name} has"):
+        reference.attention_numpy(*(x.numpy() for x in tensors))
