@@ -1,0 +1,7 @@
+"""Exact attention on NVIDIA Hopper GPUs: `fmha.attention(q, k, v)`."""
+
+from fmha.attention import attention
+from fmha.jit.library import inspect, warmup
+from fmha.problem import Problem, Unsupported, supports
+
+__all__ = ["Problem", "Unsupported", "attention", "inspect", "supports", "warmup"]

@@ -1,0 +1,124 @@
+"""From a problem to machine code, and from machine code to a function: two steps, with plain bytes between them.
+
+The bytes are a host object file (ELF) that holds the GPU's cubin and the launch code around it. Compiling needs no
+GPU and works for any architecture; loading touches no GPU either, since the driver is handed the cubin at the first
+call. The two steps pass files that exist in memory only, because the DSL reads and writes objects by path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fmha.jit import key
+from fmha.problem import Problem
+from schedules.tiling import BlockConfig
+
+ENTRY = "fmha_forward"  # the name under which an object exports its launch function
+EM_CUDA = 190  # the machine of a cubin in its ELF header
+
+_tracing = threading.Lock()  # the DSL traces into state of the whole process
+
+
+def compile_object(problem: Problem, config: BlockConfig, arch: str) -> bytes:
+    """Compiles the kernel of (problem, config) for `arch` into an object file, the same bytes in every process.
+
+    Strides of q, k, v and o must be multiples of 8 elements and their bases of 16 bytes: the code relies on it, and
+    the launch function checks it.
+    """
+    import cutlass.cute as cute
+
+    kernel_class = _kernel_class(arch)
+    with _tracing, _memory_file() as path:
+        kernel_class.kernel.set_name_prefix(
+            key.symbol(problem, config, arch), remove_cutlass_symbol=True, keep_mangled_name=False
+        )
+        kernel = kernel_class(_element_type(problem.dtype), problem.mask, config)
+        options = f"--enable-tvm-ffi --gpu-arch {arch}"
+        cute.compile(kernel, *_abstract_arguments(problem), options=options).export_to_c(path, function_name=ENTRY)
+        with open(path, "rb") as file:
+            return file.read()
+
+
+def load(object_file: bytes) -> Callable[..., None]:
+    """The launch function of a compiled object, a `tvm_ffi.Function`.
+
+    It is called as `function(q, k, v, o, lse, scale_log2, head_group)` with torch tensors or any others of the DLPack
+    exchange API. It launches on the device of the tensors, whichever is current, on that device's current stream.
+    RuntimeError if the bytes are no such object.
+    """
+    import cutlass.cute as cute
+
+    with _memory_file(object_file) as path:
+        return getattr(cute.runtime.load_module(path, enable_tvm_ffi=True), ENTRY)
+
+
+def cubin(object_file: bytes) -> bytes:
+    """The GPU code inside a compiled object: the ELF image whose machine is CUDA. ValueError if there is none."""
+    at = object_file.find(b"\x7fELF", 1)  # the object itself starts with the first one
+    while at >= 0:
+        if int.from_bytes(object_file[at + 18 : at + 20], "little") == EM_CUDA:
+            return object_file[at : at + _elf_bytes(object_file[at : at + 64])]
+        at = object_file.find(b"\x7fELF", at + 1)
+    raise ValueError(f"no cubin in an object file of {len(object_file)} bytes")
+
+
+def _elf_bytes(header: bytes) -> int:
+    """Size of a 64-bit ELF image: one of its two header tables is the last thing in it (ELF-64, version 1.5)."""
+    programs, sections = struct.unpack_from("<QQ", header, 32)
+    program_bytes, program_count, section_bytes, section_count = struct.unpack_from("<4H", header, 54)
+    return max(programs + program_bytes * program_count, sections + section_bytes * section_count)
+
+
+def _kernel_class(arch: str) -> Any:
+    """`ForwardKernel` of the folder that `arch` is lowered in: fmha/kernels/sm90 for sm_90a."""
+    folder = arch.replace("_", "").rstrip("af")
+    return importlib.import_module(f"fmha.kernels.{folder}.forward").ForwardKernel
+
+
+def _element_type(dtype: str) -> Any:
+    import cutlass
+
+    return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
+
+
+def _abstract_arguments(problem: Problem) -> tuple[Any, ...]:
+    """Arguments of unknown sizes and strides: what they share by name, the launch function checks at every call."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim = (cute.sym_int() for _ in range(6))
+
+    def tokens(seqlen: Any, head_count: Any) -> Any:
+        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+        shape = (batch, seqlen, head_count, head_dim)
+        return make_fake_tensor(_element_type(problem.dtype), shape, strides, assumed_align=16)
+
+    q, o = tokens(seqlen_q, heads), tokens(seqlen_q, heads)
+    k, v = tokens(seqlen_k, kv_heads), tokens(seqlen_k, kv_heads)
+    lse = make_fake_tensor(
+        cutlass.Float32,
+        tuple(cute.sym_int() for _ in range(3)),  # of its own: it is empty where no LSE is asked for
+        (cute.sym_int64(), cute.sym_int64(), 1),
+        assumed_align=4,
+    )
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)  # the caller's current one, and no argument of the call
+    return q, k, v, o, lse, cutlass.Float32(1.0), cutlass.Int32(1), stream
+
+
+@contextmanager
+def _memory_file(content: bytes = b"") -> Iterator[str]:
+    """The path of an anonymous file in memory: no disk to be full, no name to be taken."""
+    descriptor = os.memfd_create("fmha")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,44 @@
+"""The name of a compiled kernel: every value its code depends on, as text that a person can read.
+
+Anything else (sizes, strides, scale) is a run-time argument. A field added to `Problem` or `BlockConfig` enters the
+text by itself; one whose value cannot be written down exactly is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+from fmha.problem import Problem
+from schedules.tiling import BlockConfig
+
+
+def canonical(problem: Problem, config: BlockConfig, arch: str) -> str:
+    """The text that names a kernel, one `name = value` a line.
+
+    A head dim below that of the tile is padded by TMA when the kernel runs, so the text carries the config's.
+    """
+    padded = dataclasses.replace(problem, head_dim=config.head_dim)
+    lines = [f"arch = {_write(arch)}"]
+    for prefix, values in (("problem", padded), ("config", config)):
+        for field in dataclasses.fields(values):
+            lines.append(f"{prefix}.{field.name} = {_write(getattr(values, field.name))}")
+    return "\n".join(lines) + "\n"
+
+
+def digest(text: str) -> str:
+    """64 hexadecimal digits that stand for a canonical text in file names."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def symbol(problem: Problem, config: BlockConfig, arch: str) -> str:
+    """The kernel's name in the cubin, as profilers show it. The same kernel has the same name in every process."""
+    short = digest(canonical(problem, config, arch))[:8]
+    return f"fmha_forward_{problem.dtype}_{problem.mask}_d{config.head_dim}_{short}"
+
+
+def _write(value: object) -> str:
+    """`value` as Python would read it back; only types whose text is exact and the same in every process."""
+    if value is not None and type(value) not in (str, int, float, bool):
+        raise TypeError(f"{value!r} of type {type(value).__name__} has no canonical text")
+    return repr(value)

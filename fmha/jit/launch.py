@@ -1,0 +1,171 @@
+"""From tensors to a running kernel: plans, which hold all of a call that its data pointers do not decide.
+
+A call looks its plan up by shapes, strides, dtypes, devices and options, so only a call with new ones is validated.
+The launch itself is one TVM-FFI call: it takes torch tensors as they are, makes their device current, and launches on
+the stream that is current there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmha.jit import layout
+from fmha.jit.layout import ALIGNMENT
+from fmha.problem import Problem
+
+MAX_PLANS = 4096  # a serving loop with a new length in every call must not grow for ever
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call gives back: an output like q, contiguous unless the caller brings one, and the LSE if asked for."""
+
+    shape: tuple[int, ...]  # [B, Sq, Hq, D]
+    strides: tuple[int, ...]  # of a fresh output
+    dtype: torch.dtype
+    device: torch.device
+    return_lse: bool
+    reach: tuple[int, ...]  # bytes from the first to the last element of q, k, v and the caller's `out`
+
+    def new_output(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+    def new_lse(self) -> Tensor:
+        batch, seqlen_q, heads, _ = self.shape
+        return torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=self.device)
+
+    def refuse_overlap(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """ValueError if `out` shares memory with an input, which would be overwritten before it is read."""
+        start = out.data_ptr()
+        end = start + self.reach[3]
+        for name, tensor, reach in zip("qkv", (q, k, v), self.reach, strict=False):
+            at = tensor.data_ptr()
+            if at < end and start < at + reach and layout.share_memory(tensor, out):
+                raise ValueError(f"out overlaps {name} in memory; it may share no element with q, k or v")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """The plan of a call that a kernel answers."""
+
+    answer: Answer
+    function: Callable[..., None]
+    scale_log2: float
+    head_group: int
+    inputs_in_place: bool  # the kernel can address q, k and v as they are, wherever they are aligned
+    out_in_place: bool  # and the caller's `out`
+    no_lse: Tensor  # the empty tensor that tells the kernel to write no LSE
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        answer = self.answer
+        if out is not None:
+            answer.refuse_overlap(q, k, v, out)
+        if not self.inputs_in_place or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+            q, k, v = layout.addressable(q), layout.addressable(k), layout.addressable(v)
+        if out is not None and self.out_in_place and layout.aligned(out):
+            o = out
+        else:
+            o = answer.new_output()
+        lse = answer.new_lse() if answer.return_lse else self.no_lse
+        self.function(q, k, v, o, lse, self.scale_log2, self.head_group)
+        if out is not None and out is not o:
+            o = out.copy_(o)
+        return (o, lse) if answer.return_lse else o
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blank:
+    """The plan of a call without a query, or without a key to see: the output is 0 and the LSE minus infinity."""
+
+    answer: Answer
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        answer = self.answer
+        if out is not None:
+            answer.refuse_overlap(q, k, v, out)
+        o = (answer.new_output() if out is None else out).zero_()
+        return (o, answer.new_lse().fill_(-torch.inf)) if answer.return_lse else o
+
+
+Plan = Launch | Blank
+
+PLANS: dict[Hashable, Plan] = {}
+
+
+def remember(signature: Hashable, plan: Plan) -> None:
+    """Keeps a plan. When there are too many all are dropped: making one takes microseconds, ranking them would too."""
+    if len(PLANS) >= MAX_PLANS:
+        PLANS.clear()
+    PLANS[signature] = plan
+
+
+@dataclass(frozen=True)
+class Device:
+    """What planning asks of a device: its architecture, such as "sm_90a" or "cpu", and the bytes of its L2 cache."""
+
+    arch: str
+    l2_bytes: int
+
+
+@functools.cache
+def describe_device(device: torch.device) -> Device:
+    """`device` must have an index if it is a CUDA device, as that of a tensor has."""
+    if device.type != "cuda" or torch.version.cuda is None:  # torch calls AMD's devices cuda, too
+        return Device(device.type, 0)
+    properties = torch.cuda.get_device_properties(device)
+    suffix = "a" if properties.major >= 9 else ""
+    return Device(f"sm_{properties.major}{properties.minor}{suffix}", properties.L2_cache_size)
+
+
+def current_architecture() -> str | None:
+    """That of the current CUDA device, None if there is none."""
+    if not torch.cuda.is_available():
+        return None
+    return describe_device(torch.device("cuda", torch.cuda.current_device())).arch
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is capturing the current stream of `device`."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def no_lse(device: torch.device) -> Tensor:
+    return torch.empty((0, 0, 0), dtype=torch.float32, device=device)
+
+
+def touch(function: Callable[..., None], problem: Problem) -> None:
+    """Launches a kernel for one query and one key on the current device: the driver loads its code at the first launch,
+    which must not be one that a CUDA graph captures."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    q, k, v, o = torch.zeros((4, 1, 1, 1, problem.head_dim), dtype=getattr(torch, problem.dtype), device=device)
+    function(q, k, v, o, no_lse(device), 1.0, 1)
+
+
+def from_dlpack(name: str, array: Any) -> Tensor:
+    """Argument `name` as a torch tensor over the same memory. TypeError if torch cannot take it through DLPack."""
+    if isinstance(array, Tensor):
+        return array
+    if not hasattr(array, "__dlpack__"):
+        raise TypeError(
+            f"{name} is a {type(array).__name__}; a torch tensor or another array with __dlpack__ is needed"
+        )
+    try:
+        return torch.from_dlpack(array)
+    except Exception as error:  # producers raise what they like
+        raise TypeError(f"{name} is a {type(array).__name__} that torch.from_dlpack does not take: {error}") from error
+
+
+def to_library_of(array: Any, tensor: Tensor) -> Any:
+    """`tensor` as an array of the library that `array` comes from, if its array namespace has from_dlpack."""
+    if isinstance(array, Tensor) or not hasattr(array, "__array_namespace__"):
+        return tensor
+    convert = getattr(array.__array_namespace__(), "from_dlpack", None)
+    return tensor if convert is None else convert(tensor)

@@ -1,0 +1,66 @@
+"""What is computed: the static part of an attention problem, and for which of them there is a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from schedules.tiling import TABLES
+
+DTYPES = ("bfloat16", "float16")
+MASKS = ("dense", "causal")
+HEAD_DIM_MULTIPLE = 8  # elements: rows are then multiples of the 16 bytes that TMA addresses
+
+ARCHITECTURES = {"sm_90a": "Hopper"}  # those with a table of block configs and a folder of kernels
+PLANNED = {"sm_100a": "Blackwell"}
+
+
+class Unsupported(NotImplementedError):
+    """A well-formed request that no kernel serves; the message says which value, and which ones are served.
+
+    A malformed one (shapes that do not fit together, an output that overlaps an input) is a ValueError or TypeError
+    instead, so that a caller who falls back to another implementation on `Unsupported` does not hide its own mistakes.
+    """
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The part of a call that selects a kernel. All else (sizes, strides, scale) is a run-time argument.
+
+    dtype     of q, k, v and the output: "bfloat16" or "float16"
+    head_dim  D, in elements: a multiple of 8 up to 256. Head dims that pad to the same block config share a kernel.
+    mask      "dense", or "causal" with the diagonal at the bottom right
+    """
+
+    dtype: str
+    head_dim: int
+    mask: str = "dense"
+
+
+def supports(problem: Problem, arch: str) -> str | None:
+    """Why no kernel for `arch` (such as "sm_90a") computes `problem`, or None if one does.
+
+    The one place that knows: errors, the support table and test skips all ask here.
+    """
+    if arch not in ARCHITECTURES:
+        planned = ", ".join(f"{name} ({chip})" for name, chip in PLANNED.items())
+        later = f"; {planned} comes later" if arch in PLANNED else ""
+        return f"architecture {arch}: {_either(f'{name} ({chip})' for name, chip in ARCHITECTURES.items())} only{later}"
+    if problem.dtype not in DTYPES:
+        return f"dtype {problem.dtype}: {_either(DTYPES)} only"
+    widest = max(row.config.head_dim for row in TABLES[arch])
+    if problem.head_dim % HEAD_DIM_MULTIPLE or not 0 < problem.head_dim <= widest:
+        return f"head_dim {problem.head_dim}: multiples of {HEAD_DIM_MULTIPLE} up to {widest} only"
+    if problem.mask not in MASKS:
+        return f"mask {problem.mask!r}: {_either(map(repr, MASKS))} only"
+    return None
+
+
+def variants(arch: str) -> tuple[Problem, ...]:
+    """One problem for every kernel that `arch` has: each dtype and mask at each head dim of the block-config table."""
+    return tuple(
+        Problem(dtype, row.config.head_dim, mask) for dtype in DTYPES for row in TABLES[arch] for mask in MASKS
+    )
+
+
+def _either(names) -> str:
+    return " or ".join(names)

@@ -1,0 +1,75 @@
+"""What is supported, and that everything which says so says the same."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import fmha
+from fmha.problem import ARCHITECTURES, DTYPES, MASKS, PLANNED, Problem, Unsupported, supports, variants
+from schedules.domain import DOMAINS
+from schedules.tiling import CHIPS, TABLES, choose
+
+
+def test_the_lists_are_those_of_the_schedules():
+    assert set(MASKS) == set(DOMAINS)
+    assert set(ARCHITECTURES) == set(TABLES) == set(CHIPS)
+    assert not set(ARCHITECTURES) & set(PLANNED)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_head_dim_up_to_256_is_supported_in_steps_of_8(arch):
+    supported = {d for d in range(-8, 300) if supports(Problem("bfloat16", d), arch) is None}
+    assert supported == set(range(8, 257, 8))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_supported_problem_has_a_block_config_that_fits_the_chip(arch):
+    for dtype in DTYPES:
+        for mask in MASKS:
+            for head_dim in range(8, 257, 8):
+                problem = Problem(dtype, head_dim, mask)
+                assert supports(problem, arch) is None
+                config = choose(head_dim, arch)
+                assert config.head_dim >= head_dim
+                assert config.check(CHIPS[arch]) is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "arch", "given", "allowed"),
+    [
+        (Problem("float32", 64), "sm_90a", "dtype float32", "bfloat16 or float16"),
+        (Problem("bfloat16", 12), "sm_90a", "head_dim 12", "multiples of 8 up to 256"),
+        (Problem("bfloat16", 264), "sm_90a", "head_dim 264", "multiples of 8 up to 256"),
+        (Problem("bfloat16", 0), "sm_90a", "head_dim 0", "multiples of 8 up to 256"),
+        (Problem("bfloat16", 64, "window"), "sm_90a", "mask 'window'", "'dense' or 'causal'"),
+        (Problem("bfloat16", 64), "sm_80", "architecture sm_80", "sm_90a (Hopper)"),
+        (Problem("bfloat16", 64), "cpu", "architecture cpu", "sm_90a (Hopper)"),
+        (Problem("bfloat16", 64), "sm_100a", "architecture sm_100a", "sm_100a (Blackwell) comes later"),
+    ],
+)
+def test_a_reason_names_what_was_given_and_what_is_allowed(problem, arch, given, allowed):
+    reason = supports(problem, arch)
+    assert reason is not None
+    assert reason.startswith(given + ":")
+    assert allowed in reason
+
+
+def test_the_variants_are_all_the_kernels_and_each_once():
+    kernels = [(p.dtype, p.mask, choose(p.head_dim, "sm_90a")) for p in variants("sm_90a")]
+    assert len(kernels) == len(set(kernels))
+    reachable = {(t, m, choose(d, "sm_90a")) for t in DTYPES for m in MASKS for d in range(8, 257, 8)}
+    assert set(kernels) == reachable
+
+
+def test_problems_are_values():
+    assert Problem("float16", 64) == Problem("float16", 64, "dense")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Problem("float16", 64).head_dim = 8  # type: ignore[misc]
+
+
+def test_unsupported_is_not_mistaken_for_a_malformed_call():
+    assert issubclass(Unsupported, NotImplementedError)
+    assert not issubclass(Unsupported, ValueError)
+    assert fmha.Unsupported is Unsupported
