@@ -96,7 +96,7 @@ class Role(ABC):
             if type(self) is cls:
                 object.__setattr__(self, "_sealed", True)
 
-        cls.__init__ = sealing_init  # type: ignore[method-assign]
+        cls.__init__ = sealing_init  # type: ignore[method-assign, assignment]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._sealed:
