@@ -103,14 +103,13 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, causal: bool, sca
     """Validates a call, gets its kernel into memory, and decides everything that its data pointers do not."""
     operands = [Operand.of(name, tensor) for name, tensor in zip("qkv", (q, k, v), strict=True)]
     check_inputs(*operands)
-    if out is not None:
-        check_output(Operand.of("out", out), operands[0])
-    scale_log2 = check_scale(scale, q.shape[3]) * LOG2_E
-
     problem = Problem(operands[0].dtype, q.shape[3], "causal" if causal else "dense")
     device = launch.describe_device(q.device)
     if reason := supports(problem, device.arch):
         raise Unsupported(f"{reason} ({operands[0]})")
+    scale_log2 = check_scale(scale, problem.head_dim) * LOG2_E
+    if out is not None:
+        check_output(Operand.of("out", out), operands[0])
 
     answer = Answer(
         shape=tuple(q.shape),
@@ -211,7 +210,7 @@ def check_last_stride(operand: Operand) -> None:
 def check_scale(scale: Any, head_dim: int) -> float:
     """The scale as a float: TypeError if it is no number, ValueError if it is not finite and positive in float32."""
     if scale is None:
-        return 1.0 / math.sqrt(max(head_dim, 1))
+        return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale is {scale!r} of type {type(scale).__name__}; a Python or NumPy number is needed")
     try:
