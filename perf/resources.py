@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from fmha import problem
+from fmha.cli import console
 from fmha.jit import report, sass
 from fmha.jit.report import Report
 from fmha.problem import Problem
@@ -139,11 +140,8 @@ def print_reports(reports: Mapping[str, Report], before: Mapping[str, Report], a
     if as_json:
         print(dump(reports), end="")
         return
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(report.table(reports, before))
-    for name, row in reports.items():
-        places = ", ".join(f"<= {left} left after {n} shuffles and {e} exponentials" for left, n, e in row.body_waits)
-        console.print(f"{name}: MMA waits {places}", highlight=False)
+    out = console()
+    out.print(report.table(reports, out.width, before))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""What every test shares: those under tests/gpu are skipped, with the reason, where there is no GPU."""
+"""What every test shares: a kernel cache of its own, and a reason for skipping those under tests/gpu without a GPU."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # before NumPy: the simulator's matrices are small, threads only wait
 
 import pytest
 from hypothesis import settings
@@ -11,6 +16,12 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 
 settings.register_profile("project", deadline=None)  # a shared two-core machine is no clock
 settings.load_profile("project")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Kernels are compiled afresh in every run, and the user's own cache is left alone."""
+    os.environ["FMHA_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

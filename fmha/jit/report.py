@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fmha.jit import compile, sass
+from fmha.jit import compile, library, sass
 from fmha.problem import Problem
 from schedules.tiling import WARPGROUP, BlockConfig, choose
+
+SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+WIDE = 130  # characters, from which a table has every column
 
 
 @dataclass(frozen=True)
@@ -60,38 +64,56 @@ def of_cubin(cubin: bytes | Path, config: BlockConfig | None = None) -> Report:
 
 
 def of_problem(problem: Problem, arch: str) -> Report:
-    """Compiles the kernel of `problem` for `arch` and reads it."""
-    config = choose(problem.head_dim, arch)
-    return of_cubin(compile.cubin(compile.compile_object(problem, config, arch)), config)
+    """The kernel of `problem` for `arch`, from the cache or the compiler. `fmha.Unsupported` if there is none."""
+    return of_cubin(compile.cubin(library.object_file(problem, arch)), choose(problem.head_dim, arch))
 
 
 def name(problem: Problem, arch: str) -> str:
     """A variant's name for people and files: arch, tile's head dim, mask and dtype."""
-    return f"{arch}-d{choose(problem.head_dim, arch).head_dim}-{problem.mask}-{problem.dtype}"
+    return f"{arch}-d{choose(problem.head_dim, arch).head_dim}-{problem.mask}-{SHORT[problem.dtype]}"
 
 
-def table(reports: Mapping[str, Report], before: Mapping[str, Report] | None = None) -> Table:
-    """The reports as a table; where `before` has another number, it follows in brackets."""
-    shown = Table(title="Resources, from machine code", caption="loop, masked: instructions a KV tile")
-    shown.add_column("variant", no_wrap=True)
-    for column in ("registers", "stack", "spills", "smem KiB", "kernel", "loop", "a score", "masked", "mma", "moves"):
-        shown.add_column(column, justify="right")
+def table(reports: Mapping[str, Report], width: int, before: Mapping[str, Report] | None = None) -> Table:
+    """The reports as a table for `width` characters; where `before` has another number, it follows in brackets."""
+    columns = ["registers", "stack", "spills", "smem", "loop", "a score", "masked"]
+    columns += ["kernel", "mma", "ex2", "fma", "max", "moves", "MMA waits"] if width >= WIDE else []
+    shown = plain_table("Resources, from machine code", ["variant"], columns)
+    shown.caption = "registers: of producer/consumer threads; loop, masked: instructions a KV tile"
+    if width >= WIDE:
+        shown.caption += "; waits: groups left, after how many shuffles and exponentials"
     for key, row in reports.items():
-        old = (before or {}).get(key, row)
-        shown.add_row(
-            key,
-            f"{_change(row.registers, old.registers)} ({'/'.join(map(str, row.setmaxnreg))})",
-            _change(row.stack_bytes, old.stack_bytes),
-            _change(row.spills, old.spills),
-            f"{row.smem_bytes / 1024:.0f}" if row.smem_bytes else "?",
-            _change(row.instructions, old.instructions),
-            _change(row.body, old.body),
-            f"{row.body_per_score:.2f}" if row.body_per_score else "?",
-            " ".join(_change(new, was) for new, was in zip(row.masked, old.masked or row.masked, strict=False)),
-            str(row.body_kinds.get("mma", 0)),
-            _change(row.body_kinds.get("move", 0), old.body_kinds.get("move", 0)),
-        )
+        cells = _cells(row, (before or {}).get(key, row))
+        shown.add_row(key, *(cells[column] for column in columns))
     return shown
+
+
+def plain_table(title: str, left: list[str], right: list[str]) -> Table:
+    """An empty table with columns that align left, then columns that align right."""
+    shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
+    shown.caption_justify = "left"
+    for column in left:
+        shown.add_column(column, no_wrap=True)
+    for column in right:
+        shown.add_column(column, no_wrap=True, justify="right")
+    return shown
+
+
+def _cells(row: Report, old: Report) -> dict[str, str]:
+    kinds, were = row.body_kinds, old.body_kinds
+    cells = {kind: _change(kinds.get(kind, 0), were.get(kind, 0)) for kind in ("mma", "ex2", "fma", "max")}
+    masked = zip(row.masked, old.masked if len(old.masked) == len(row.masked) else row.masked, strict=True)
+    return cells | {
+        "registers": "/".join(map(str, row.setmaxnreg or (row.registers,))),
+        "stack": _change(row.stack_bytes, old.stack_bytes),
+        "spills": _change(row.spills, old.spills),
+        "smem": f"{row.smem_bytes / 1024:.0f}K" if row.smem_bytes else "?",
+        "loop": _change(row.body, old.body),
+        "a score": f"{row.body_per_score:.2f}" if row.body_per_score else "?",
+        "masked": " ".join(_change(new, was) for new, was in masked),
+        "kernel": _change(row.instructions, old.instructions),
+        "moves": _change(kinds.get("move", 0), were.get("move", 0)),
+        "MMA waits": " ".join(f"{left}@{shuffles}+{ex2}" for left, shuffles, ex2 in row.body_waits),
+    }
 
 
 def _change(new: int, old: int) -> str:

@@ -94,7 +94,7 @@ def test_the_command_fails_on_a_spill(
     ],
 )
 def test_it_objects_to(change: dict[str, object], words: str, committed: dict[str, Report]) -> None:
-    name = "sm_90a-d128-dense-bfloat16"
+    name = "sm_90a-d128-dense-bf16"
     config = choose(128, resources.ARCH)
     good = dataclasses.replace(committed[name], body=400)
     assert resources.objections(name, good, good, config) == []

@@ -1,0 +1,253 @@
+"""`python -m fmha`: what each command prints, writes and returns, and that the demo notices wrong numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import fmha
+from fmha import cli, demo, problem
+from fmha.jit import compile, library, report, sass
+from fmha.jit.store import Store
+from fmha.problem import Problem
+from perf import resources
+from schedules import simulate
+from schedules.tiling import BlockConfig, choose
+
+ARCH = "sm_90a"
+ONE = ["--head-dim", "64", "--mask", "dense", "--dtype", "bfloat16"]
+NAME = "sm_90a-d64-dense-bf16"
+
+
+def says(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> tuple[str, str]:
+    assert cli.main(arguments) == status
+    return capsys.readouterr()
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A cache with one kernel."""
+    own = Store(tmp_path / "cache")
+    monkeypatch.setattr(library, "STORE", own)
+    library.object_file(Problem("bfloat16", 64, "dense"), ARCH)
+    return own
+
+
+# -- asking ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["demo", "compile", "inspect", "cache", "examples:"]),
+        (["compile"], ["--arch", "--out", "--head-dim", "manifest.json"]),
+        (["inspect"], ["--json", "--head-dim", "spills"]),
+        (["cache"], ["ls", "verify", "clear", "FMHA_CACHE_DIR"]),
+        (["demo"], ["simulator"]),
+    ],
+)
+def test_help(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*arguments, "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--arch", "sm_100a"], ["sm_100a", "sm_90a (Hopper)"]),
+        (["--arch", "sm_75"], ["sm_75", "sm_90a (Hopper)"]),
+        (["--head-dim", "64", "100"], ["head_dim 100", "multiples of 8 up to 256"]),
+        (["--head-dim", "264"], ["head_dim 264", "256"]),
+    ],
+)
+def test_what_there_is_no_kernel_for_is_an_error_before_anything_is_written(
+    arguments: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    error = says(capsys, "compile", "--out", str(out), *arguments, status=2)[1]
+    assert [word for word in words if word not in error] == []
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["cache"], ["cache", "purge"], ["compile"], ["inspect", "--dtype", "float32"], []]
+)
+def test_a_malformed_command_says_what_is_allowed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_missing_tool_is_an_error_that_names_its_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sass.TOOLS, "cuobjdump", "no-such-package-here")
+    assert "no-such-package-here" in says(capsys, "inspect", *ONE, status=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "widths"), [([8], {64}), ([72, 128], {96, 128}), (None, {64, 96, 128, 192, 256})]
+)
+def test_head_dims_select_the_kernels_that_serve_them(head_dims: list[int] | None, widths: set[int]) -> None:
+    options = [] if head_dims is None else ["--head-dim", *map(str, head_dims)]
+    chosen = cli.selection(cli.parser().parse_args(["inspect", *options]))
+    assert {p.head_dim for p in chosen} == widths
+    assert len(chosen) == len(widths) * len(problem.MASKS) * len(problem.DTYPES)
+
+
+# -- compile and inspect -----------------------------------------------------------------------------------------------
+
+
+def test_compile_writes_cubins_and_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "folder"
+    says(capsys, "compile", "--out", str(out), "--head-dim", "64", "--dtype", "bfloat16")
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert [entry["name"] for entry in manifest] == [NAME, "sm_90a-d64-causal-bf16"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        ["manifest.json", *(entry["cubin"] for entry in manifest)]
+    )
+    for entry in manifest:
+        assert set(entry) == {"name", "arch", "problem", "config", "cubin"}
+        p, config = Problem(**entry["problem"]), BlockConfig(**entry["config"])
+        assert (entry["arch"], config) == (ARCH, choose(64, ARCH))
+        # The cubin is the one that this problem compiles to, not just any.
+        assert (out / entry["cubin"]).read_bytes() == compile.cubin(compile.compile_object(p, config, ARCH))
+    assert resources.folder(out) == resources.measure([entry["name"] for entry in manifest])
+
+
+def test_inspect_prints_what_the_machine_code_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = json.loads(says(capsys, "inspect", "--json", *ONE)[0])
+    found = sass.read(compile.cubin(library.object_file(Problem("bfloat16", 64, "dense"), ARCH)))
+    assert (row["name"], row["arch"]) == (NAME, ARCH)
+    assert (row["stack_bytes"], row["spills"]) == (found.stack_bytes, found.spills) == (0, 0)
+    assert (row["registers"], row["instructions"]) == (found.registers, found.instructions)
+    assert row["body"] == found.body.common
+    assert row["smem_bytes"] == choose(64, ARCH).smem_bytes()
+    assert row["problem"] == {"dtype": "bfloat16", "head_dim": 64, "mask": "dense"}
+
+
+def test_inspect_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    text = says(capsys, "inspect", *ONE)[0]
+    body = resources.load()[NAME].body
+    assert NAME in text and "spills" in text and f" {body} " in text
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+def test_cache_ls_names_the_kernels(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    text = says(capsys, "cache", "ls")[0]
+    assert "sm_90a bfloat16 dense, head dim 64, tile_n 128" in text
+    assert "current" in text and "1 kernels" in text
+
+
+def test_cache_verify_finds_a_damaged_kernel(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "0 of them damaged" in says(capsys, "cache", "verify")[0]
+    (entry,) = store.entries()
+    content = bytearray(entry.path.read_bytes())
+    content[-1] ^= 1
+    entry.path.write_bytes(content)
+    out, error = says(capsys, "cache", "verify", status=1)
+    assert "1 of them damaged" in out and str(entry.path) in error
+    assert "damaged" in says(capsys, "cache", "ls")[0]
+
+
+def test_cache_clear_removes_them(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    says(capsys, "cache", "clear")
+    assert store.entries() == []
+    assert "0 kernels" in says(capsys, "cache", "ls")[0]
+
+
+# -- the demo ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_without_a_gpu(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path), "FMHA_CACHE_DIR": str(tmp_path / "kernels"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "fmha", "demo"], env=os.environ | home, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" equal") == len(demo.SIMULATED)
+    assert "No GPU ran anything" in done.stdout
+    assert "10 kernels compiled for sm_90a (Hopper), none spills a register" in done.stdout
+    assert resources.variants().keys() <= set(done.stdout.split())
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=report.WIDE)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("what", ["o", "lse"])
+def test_the_demo_notices_one_wrong_number(what: str, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = simulate.forward
+
+    def wrong(*args: object, **kwargs: object) -> simulate.Result:
+        found = right(*args, **kwargs)  # type: ignore[arg-type]
+        getattr(found, what).flat[-1] += 1e-6
+        return found
+
+    monkeypatch.setattr(demo, "SIMULATED", demo.SIMULATED[:1])
+    assert demo.simulate(console) == 0
+    monkeypatch.setattr(simulate, "forward", wrong)
+    assert demo.simulate(console) == 1
+    assert "DIFFERENT" in printed(console)
+
+
+def test_the_demo_notices_a_spill(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    spilling = dataclasses.replace(resources.load()[NAME], local_loads=4)
+    monkeypatch.setattr(report, "of_problem", lambda p, arch: spilling)
+    assert demo.show_resources(console, ARCH) == 1
+    assert "spill registers" in printed(console)
+
+
+def test_torch_attention_aligns_causal_at_the_bottom_right() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 3, 4, 8), torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8)
+    out = demo.torch_attention(q, k, v, causal=True)
+    for i in range(3):  # query i sees the keys up to i + 2
+        alone = demo.torch_attention(q[:, i : i + 1], k[:, : i + 3], v[:, : i + 3], causal=False)
+        torch.testing.assert_close(out[:, i : i + 1], alone)
+
+
+@pytest.mark.parametrize(("times", "status"), [(1.0, 0), (1.1, 1)])
+def test_the_demo_on_a_gpu_checks_the_kernels(
+    times: float, status: int, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's half of the demo, with torch's attention on the CPU in the kernels' place."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+        return times * demo.torch_attention(q, k, v, causal)
+
+    monkeypatch.setattr(fmha, "attention", attention, raising=False)
+    monkeypatch.setattr(demo, "DEVICE", "cpu")
+    monkeypatch.setattr(demo, "ON_GPU", (demo.Case(1, 70, 70, 4, 2, 64, causal=True),))
+    monkeypatch.setattr(demo, "median_ms", lambda *functions: (1.0, 2.0))
+    monkeypatch.setattr(demo, "show_resources", lambda console, arch: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    assert demo.run_on_gpu(console, ARCH) == status
+    assert ("WRONG" if status else "right") in printed(console)
+    assert "2.00" in printed(console)  # the ratio of the times
+
+
+def test_flops_of_a_causal_case_count_the_scores_that_are_seen() -> None:
+    assert demo.Case(1, 3, 5, 1, 1, 1, causal=True).flops == 4 * (3 + 4 + 5)
+    assert demo.Case(2, 3, 5, 4, 2, 8, causal=False).flops == 4 * 2 * 4 * 8 * 15
