@@ -4,7 +4,10 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format resources clean
+# The simulator multiplies many small matrices: the threads of a BLAS would only wait for each other.
+export OPENBLAS_NUM_THREADS ?= 1
+
+.PHONY: demo test lint format resources readme clean
 
 demo: $(READY)
 	$(RUN) -m fmha demo
@@ -23,6 +26,9 @@ format: $(READY)
 
 resources: $(READY)
 	$(RUN) -m perf.resources
+
+readme: $(READY)
+	$(RUN) -m perf.readme
 
 # Where the system's Python has a torch that sees a GPU, that torch is used, whatever its version: it fits the driver.
 # Elsewhere the pinned one is installed.

@@ -20,8 +20,8 @@ settings.load_profile("project")
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Kernels are compiled afresh in every run, and the user's own cache is left alone."""
-    os.environ["FMHA_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
+    """Every run compiles its kernels afresh and leaves the user's cache alone, unless $FMHA_CACHE_DIR names another."""
+    os.environ.setdefault("FMHA_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,106 @@
+"""`python -m perf.readme`: writes the parts of README.md that the code knows better, between their markers.
+
+    <!-- support:begin -->  ...  <!-- support:end -->        what `fmha.supports` says
+    <!-- resources:begin -->  ...  <!-- resources:end -->    perf/resources.json
+
+`--check` changes nothing and returns status 1 if the README is behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fmha.problem import ARCHITECTURES, DTYPES, MASKS, PLANNED, Problem, supports
+from perf import resources
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+PROBED = range(1, 513)  # head dims
+REFUSED = (Problem("float32", 128), Problem("bfloat16", 100), Problem("bfloat16", 264))  # shown beside the table
+
+
+def support() -> str:
+    """What each architecture computes, found by asking `supports` for every head dim."""
+    rows = []
+    for arch, chip in (ARCHITECTURES | PLANNED).items():
+        served: dict[tuple[str, str], list[str]] = {}  # (masks, head dims): dtypes
+        for dtype in DTYPES:
+            masks: dict[str, list[str]] = {}  # head dims: masks
+            for mask in MASKS:
+                dims = [d for d in PROBED if supports(Problem(dtype, d, mask), arch) is None]
+                masks.setdefault(spans(dims), []).append(mask)
+            for dims_, names in masks.items():
+                served.setdefault((", ".join(names), dims_), []).append(dtype)
+        rows += [(f"{chip} ({arch})", ", ".join(dtypes), *key) for key, dtypes in served.items()]
+    reasons = [reason for p in REFUSED if (reason := supports(p, next(iter(ARCHITECTURES))))]
+    return (
+        table(("GPU", "dtypes", "masks", "head dims"), rows)
+        + "\n\nAll else is an `fmha.Unsupported` that says why:\n"
+        + "\n".join(f"`{reason}`," for reason in reasons)[:-1]
+        + "."
+    )
+
+
+def spans(numbers: list[int]) -> str:
+    """Evenly spaced numbers in words."""
+    if not numbers:
+        return "none"
+    steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
+    if len(numbers) < 3 or len(steps) > 1:
+        return ", ".join(map(str, numbers))
+    return f"{numbers[0]} to {numbers[-1]} in steps of {steps.pop()}"
+
+
+def resource_table() -> str:
+    """The committed resources of every variant."""
+    columns = ("kernel", "registers", "stack bytes", "spills", "KV loop", "per score", "masked KV loop")
+    rows = []
+    for name, row in resources.load().items():
+        registers = "/".join(map(str, row.setmaxnreg))
+        masked = ", ".join(map(str, row.masked))
+        rows.append((name, registers, row.stack_bytes, row.spills, row.body, row.body_per_score, masked))
+    return table(columns, rows)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines: list[Sequence[object]] = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {"support": support, "resources": resource_table}
+
+
+def generate(text: str) -> str:
+    """`text` with every block as the code has it. ValueError if one has no markers, or markers no block."""
+    marked = re.findall(r"<!-- (\w+):begin -->", text)
+    if sorted(marked) != sorted(BLOCKS):
+        raise ValueError(f"the README has the blocks {sorted(marked)}, {sorted(BLOCKS)} are needed, each once")
+    for name, write in BLOCKS.items():
+        block = f"<!-- {name}:begin -->\n{write()}\n<!-- {name}:end -->"
+        pattern = rf"<!-- {name}:begin -->.*?<!-- {name}:end -->"
+        text, found = re.subn(pattern, lambda _, block=block: block, text, flags=re.DOTALL)  # type: ignore[misc]
+        if found != 1:
+            raise ValueError(f"the block {name!r} of the README does not end with <!-- {name}:end -->")
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.readme", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="only say whether the README is current")
+    chosen = parser.parse_args(arguments)
+    before = README.read_text()
+    after = generate(before)
+    if chosen.check:
+        print("README.md is current" if after == before else "README.md is behind: python -m perf.readme")
+        return int(after != before)
+    README.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
