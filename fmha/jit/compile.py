@@ -50,7 +50,7 @@ def load(object_file: bytes) -> Callable[..., None]:
 
     It is called as `function(q, k, v, o, lse, scale_log2, head_group)` with torch tensors or any others of the DLPack
     exchange API. It launches on the device of the tensors, whichever is current, on that device's current stream.
-    RuntimeError if the bytes are no such object.
+    Bytes that are no such object raise whatever the DSL makes of them.
     """
     import cutlass.cute as cute
 

@@ -49,7 +49,8 @@ def warmup(problems: Problem | Iterable[Problem], arch: str | None = None) -> No
     """Makes kernels ready, so that no later call waits for a compile and CUDA graphs can capture them.
 
     problems  those to make ready; each takes seconds to compile the first time and milliseconds from disk
-    arch      "sm_90a"; by default that of the current CUDA device. Another one fills the disk cache for it.
+    arch      "sm_90a"; by default that of the current CUDA device, on which each kernel is then launched once, for one
+              query, to have the driver load it. Another architecture fills the disk cache for it.
 
     Raises `fmha.Unsupported` for the first problem without a kernel, before any is compiled.
     """

@@ -266,7 +266,8 @@ def _write(entry: Path, content: bytes) -> None:
 
 
 def _set_aside(entry: Path, damage: Damaged) -> None:
-    os.replace(entry, entry.with_suffix(".bad"))
+    with suppress(FileNotFoundError):  # someone cleared the cache meanwhile
+        os.replace(entry, entry.with_suffix(".bad"))
     _warn(f"{entry} was damaged ({damage}); it is kept as {entry.stem}.bad and was compiled again")
 
 

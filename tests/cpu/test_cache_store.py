@@ -244,6 +244,7 @@ def test_a_disk_that_cannot_be_written_costs_one_warning(root, number, call, cau
     assert len(caught) == 1
     assert os.strerror(number) in str(caught[0].message)
     assert leftovers(root) == []
+    assert len(list(root.rglob("*.lock"))) == 2  # of the first two kernels: the others did not try again
 
 
 def test_a_file_in_the_way_of_the_folder_costs_one_warning(root, caught):
