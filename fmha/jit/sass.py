@@ -1,9 +1,9 @@
 """What a cubin costs, read from its machine code: registers, stack, spills, and the instructions of every loop.
 
-`read` disassembles with `nvdisasm` and takes the resource usage from `cuobjdump`, both from PyPI. Loops are the
-natural loops of the control-flow graph (a branch back to a block that dominates it). A loop's *common path* is its
-shortest way round: rare detours, such as the rescale behind a vote or the retries of a barrier wait, are not on it,
-wherever the compiler placed them.
+`read` disassembles with `nvdisasm` and takes the resource usage from `cuobjdump`. Loops are the natural loops of the
+control-flow graph (a branch back to a block that dominates it). A loop's *common path* is its shortest way round: rare
+detours, such as the rescale behind a vote or the retries of a barrier wait, are not on it, wherever the compiler placed
+them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import json
 import re
+import shutil
 import subprocess
 import tempfile
 from collections import Counter
@@ -194,7 +195,7 @@ class Instruction:
 
 
 def tool(name: str) -> Path:
-    """The path of `nvdisasm` or `cuobjdump`. MissingTool, which names the package, if it is not installed."""
+    """The path of `nvdisasm` or `cuobjdump`: from PyPI, else a CUDA toolkit's on the PATH. MissingTool if neither."""
     package = TOOLS[name]
     try:
         files = metadata.files(package) or []
@@ -203,6 +204,8 @@ def tool(name: str) -> Path:
     for file in files:
         if file.name == name and (path := Path(str(file.locate()))).is_file():
             return path
+    if found := shutil.which(name):
+        return Path(found)
     raise MissingTool(f"{name} is not installed; it comes with: python -m pip install {package}")
 
 

@@ -92,8 +92,9 @@ def test_a_malformed_command_says_what_is_allowed(arguments: list[str], capsys: 
 
 
 def test_a_missing_tool_is_an_error_that_names_its_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sass.TOOLS, "cuobjdump", "no-such-package-here")
     assert "no-such-package-here" in says(capsys, "inspect", *ONE, status=2)[1]
 

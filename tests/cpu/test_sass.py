@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -190,7 +191,11 @@ def test_a_missing_file_is_an_error() -> None:
         sass.read("nowhere.cubin")
 
 
-def test_a_missing_tool_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_comes_from_its_package_or_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sass.tool("nvdisasm").name == "nvdisasm"
     monkeypatch.setitem(sass.TOOLS, "nvdisasm", "no-such-package-here")
     with pytest.raises(sass.MissingTool, match="pip install no-such-package-here"):
         sass.tool("nvdisasm")
+    (tmp_path / "nvdisasm").touch(mode=0o755)
+    assert sass.tool("nvdisasm") == tmp_path / "nvdisasm"
