@@ -45,7 +45,7 @@ class Case:
     causal: bool = False
     layout: str = "contiguous"  # of LAYOUTS
     offset: int = 0  # elements by which layout "offset" moves the bases; below ALIGNMENT: not 16-byte aligned
-    out: str = "new"  # "new": allocated by the call; "given": out=; "strided": out= a view of a larger tensor
+    out: str = "new"  # "new": allocated by the call; else out=, of a kind that `tests.checks.Output` names
     return_lse: bool = True
     scale: float | None = None
     q_gain: float = 1.0  # q is multiplied by it: large values make the softmax sharp
@@ -204,6 +204,7 @@ def corners() -> list[Case]:
         replace(base, scale=0.125, return_lse=False, out="given"),
         replace(base, out="strided"),
         replace(base, out="strided", seqlen_q=1, head_dim=8),
+        replace(base, out="unaligned"),
         replace(base, layout="packed_qkv", seqlen_q=259, heads_q=4, heads_kv=4),
     ]
     return [
@@ -221,7 +222,7 @@ def _heads(rng: random.Random) -> tuple[int, int]:
 
 def _call(rng: random.Random) -> dict[str, str | bool | float | None]:
     return {
-        "out": rng.choice(("new", "given", "strided")),
+        "out": rng.choice(("new", "given", "strided", "unaligned")),
         "return_lse": rng.random() < 0.7,
         "scale": rng.choice((None, None, None, 0.05, 0.3)),
     }

@@ -24,6 +24,8 @@ from tests.cases import (
     inputs,
 )
 
+OUTS = ("given", "strided", "unaligned")
+
 
 def test_the_list_is_long_fixed_and_without_repetition() -> None:
     assert every_case() == CASES
@@ -39,7 +41,7 @@ def test_every_corner_is_hit() -> None:
     assert {c.batch for c in CASES} == {0, 1, 2, 3}
     assert {(c.layout, c.dtype, c.causal) for c in CASES} == set(itertools.product(LAYOUTS, DTYPES, (False, True)))
     assert {c.offset for c in CASES if c.layout == "offset"} == set(range(1, ALIGNMENT + 1))
-    assert {(c.out, c.return_lse) for c in CASES} == set(itertools.product(("new", "given", "strided"), (False, True)))
+    assert {(c.out, c.return_lse) for c in CASES} == set(itertools.product(("new", *OUTS), (False, True)))
     assert {c.scale is None for c in CASES} == {False, True}
     assert {c.seqlen_q for c in CASES} & set(PRIMES) and {c.seqlen_k for c in CASES} & set(PRIMES)
     for causal in (False, True):

@@ -221,8 +221,9 @@ def test_same_bits_tells_signed_zeros_apart_and_nans_alike() -> None:
 
 
 def test_surroundings_of_an_output_survive_a_proper_write() -> None:
-    for strided in (False, True):
-        target = Output((2, 3, 2, 16), torch.bfloat16, "cpu", strided)
+    for kind in ("given", "strided", "unaligned"):
+        target = Output((2, 3, 2, 16), torch.bfloat16, "cpu", kind)
+        assert (target.view.data_ptr() % 16 == 0) == (kind != "unaligned")
         target.view.copy_(torch.ones(2, 3, 2, 16))
         target.check_surroundings()
         assert (target.view == 1).all()
