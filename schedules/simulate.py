@@ -64,7 +64,6 @@ class RingSlot:
     parts: Sequence[Buffer]  # one copy each
     full: Mbarrier
     empty: Mbarrier
-    copies: int = 0  # in flight
     announced: int = 0  # bytes of this use, until they are compared
     issued: int = 0
     owed: set[str] = field(default_factory=set)  # consumers that have not released this use
@@ -118,7 +117,8 @@ class NumpyRing(Ring):
 
     def at(self, slot: Slot) -> RingSlot:
         if not 0 <= slot.stage < self.stages:
-            self.machine.fail(Hazard, f"{self.name} has no stage {slot.stage}")
+            self.machine.actor.doing = f"use {self.name}[{slot.stage}]"
+            self.machine.fail(Hazard, f"{self.name} has stages 0 to {self.stages - 1}")
         return self.slots[slot.stage]
 
     def acquire(self, slot: Slot) -> None:
@@ -136,20 +136,16 @@ class NumpyRing(Ring):
         here.owed, here.readers = set(self.consumers), set()
         for part, rows in zip(here.parts, self.source(work, tile), strict=True):
             self._copy(here, part, rows, tile)
+        here.tally(self.machine, issued=Cta.ELEMENT_BYTES * sum(part.data.size for part in here.parts))
 
     def _copy(self, here: RingSlot, part: Buffer, rows: np.ndarray, tile: int) -> None:
-        size = part.data.size * Cta.ELEMENT_BYTES
-
         def effect() -> None:
             part.data[:] = rows
-            here.copies -= 1
-            here.full.complete_bytes(size)
+            here.full.complete_bytes(Cta.ELEMENT_BYTES * part.data.size)
             self.machine.retire([flight])  # from here on the barrier knows
 
         flight = self.machine.issue("tma", f"load {part.name}", tile, effect, writes=[part])
         part.data[:], part.tile = math.nan, tile
-        here.copies += 1
-        here.tally(self.machine, issued=size)
 
     def commit(self, slot: Slot) -> None:
         """PTX mbarrier.arrive.expect_tx."""
@@ -163,8 +159,8 @@ class NumpyRing(Ring):
         self.machine.op(f"wait {here.name}", until=here.full.completed(slot.parity))
         me = self.machine.actor
         me.tile = here.tile
-        if here.copies or me.name not in here.owed:
-            self.machine.fail(Hazard, f"the wait passed, but {here.name} holds nothing that is whole and unread")
+        if me.name not in here.owed:
+            self.machine.fail(Hazard, f"the wait passed, but nothing was loaded since {me.name} released {here.name}")
         here.readers.add(me.name)
 
     def read(self, slot: Slot, part: int = 0) -> Buffer:
@@ -278,7 +274,7 @@ class NumpyAttend(Attend):
         self.staged = Buffer("the staged O", self.q.slots[0].parts[index].data, Fence.PROXY)
         self.row_maximum, self.row_grown, self.row_sum = np.zeros((3, rows, 1))
         self.stores: list[Flight] = []
-        self.seen: dict[str, list[int | None]] = {}
+        self.seen: dict[str, list[int | None]] = {"QK": [], "PV": []}
 
     def rows(self, work: Work) -> np.ndarray:
         """The queries of this warpgroup, past the last one too."""
@@ -376,9 +372,8 @@ class NumpyAttend(Attend):
             if sorted(tile for tile in tiles if tile is not None) != list(range(total)):
                 self.machine.fail(TileError, f"{mma} visited the tiles {tiles}, not each of 0 to {total - 1} once")
         blind = self.limits(work) <= 0
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self.o.data[:] = np.where(blind, 0, self.o.data / self.row_sum)
-            lse = np.where(blind, -math.inf, (self.row_maximum + np.log2(self.row_sum)) * math.log(2))
+        self.o.data[:] = np.where(blind, 0, self.o.data / self.row_sum)
+        lse = np.where(blind, -math.inf, (self.row_maximum + np.log2(self.row_sum)) * math.log(2))
         self.tensors.write("lse", work, self.rows(work), lse[:, 0])
 
     def stage_o(self) -> None:
@@ -507,7 +502,8 @@ class Cta:
         def attend(role: NumpyAttend) -> None:
             if role is self.attend[-1]:
                 self.open_turns()
-            role.run(work, visits)
+            with np.errstate(all="ignore"):  # as on the chip, infinities and NaN spread in silence
+                role.run(work, visits)
 
         self.machine.spawn("load", lambda: self.load.run(work, visits))
         for name, role in zip(self.names, self.attend, strict=True):

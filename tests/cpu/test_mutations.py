@@ -1,0 +1,347 @@
+"""Can the simulator fail? Each statement of the role programs is broken in turn, and it must object.
+
+A mutant lacks a statement, or swaps it with the next one, or changes one expression in it: a constant, a ring, a slot,
+a section, a condition. It must raise a `ScheduleError` or compute wrong numbers under some schedule, or else stand in
+`HARMLESS` with the reason why nothing can go wrong; and what stands there must come through every schedule.
+
+    python -m tests.cpu.test_mutations        prints what becomes of each
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from schedules import forward, simulate
+from schedules.machine import CountError, Deadlock, Hazard, OrderError, ScheduleError
+from tests.cpu.simulation import ADVERSARIES, Problem, WrongNumbers, broken, run, small
+
+PROBLEMS = (
+    Problem(30, 83),  # five body tiles and a tail, two consumers, two stages
+    Problem(70, 70, causal=True),
+    Problem(10, 40, config=small(consumers=1, stages=1)),
+    Problem(40, 100, causal=True, config=small(consumers=3, stages=3)),
+    Problem(20, 10),  # a single tile
+)
+SEEDS = range(4)
+SUBJECTS = {
+    forward.Load: (simulate.NumpyLoad, "LOAD"),
+    forward.Attend: (simulate.NumpyAttend, "ATTEND"),
+    forward.Ring: (simulate.NumpyRing, "RING"),
+}
+RINGS = ("q", "k", "v")
+SLOTS = ("q_slot", "slot", "ahead", "before")
+SECTIONS = ("BODY", "RIGHT")
+
+HARMLESS = {
+    "the first slot of every ring is Slot(0, 0), q_slot and slot are both it before the loop, and K and V have as many "
+    "stages": (
+        "Load.run: q_slot = q.first() as q_slot = k.first()",
+        "Load.run: q_slot = q.first() as q_slot = v.first()",
+        "Load.run: slot = k.first() as slot = q.first()",
+        "Load.run: slot = k.first() as slot = v.first()",
+        "Load.run: k.acquire(slot) as k.acquire(q_slot)",
+        "Load.run: k.load(slot, work, last) as k.load(q_slot, work, last)",
+        "Load.run: k.commit(slot) as k.commit(q_slot)",
+        "Load.run: ahead = k.next(slot) as ahead = v.next(slot)",
+        "Attend.run: slot = k.first() as slot = q.first()",
+        "Attend.run: slot = k.first() as slot = v.first()",
+        "Attend.run: q.wait(q.first()) as q.wait(k.first())",
+        "Attend.run: q.wait(q.first()) as q.wait(v.first())",
+        "Attend.step: slot = k.next(before) as slot = v.next(before)",
+    ),
+    "a CTA that computes one work tile finds every slot free at first, and the wait for it passes at once": (
+        "Load.run: without q.acquire(q_slot)",
+        "Load.run: q.load(q_slot, work, work.q_tile) before q.acquire(q_slot)",
+        "Load.run: q.acquire(q_slot) as k.acquire(q_slot)",
+        "Load.run: q.acquire(q_slot) as v.acquire(q_slot)",
+        "Load.run: without k.acquire(slot)",
+        "Load.run: k.load(slot, work, last) before k.acquire(slot)",
+        "Load.run: k.acquire(slot) as q.acquire(slot)",
+        "Load.run: k.acquire(slot) as v.acquire(slot)",
+    ),
+    "bytes may be announced before their copy is issued": (
+        "Load.run: q.commit(q_slot) before q.load(q_slot, work, work.q_tile)",
+        "Load.run: k.commit(slot) before k.load(slot, work, last)",
+        "Load.run: k.commit(ahead) before k.load(ahead, work, last - step)",
+        "Load.run: v.commit(slot) before v.load(slot, work, last - step + 1)",
+        "Load.run: v.commit(slot) before v.load(slot, work, 0)",
+    ),
+    "K is announced later: the V slot waited for is released without it": (
+        "Load.run: v.acquire(slot) before k.commit(ahead)",
+    ),
+    "a wait comes sooner than it must, and what it waits for needs nothing that comes between": (
+        "Attend.first: retire(0) before turn.give()",
+        "Attend.step: retire(1) before turn.give()",
+        "Attend.step: v.wait(before) before commit()",
+        "Attend.step: retire(1) as retire(0)",
+        "Attend.step: retire(0) before softmax(section, work, tile)",
+    ),
+    "the turn is held while K lands, and nobody needs a turn to release the slot it lands in": (
+        "Attend.first: turn.take() before k.wait(slot)",
+        "Attend.step: turn.take() before k.wait(slot)",
+    ),
+    "the turn passes the right to issue MMAs, and those of this warpgroup are issued": (
+        "Attend.first: turn.give() before commit()",
+        "Attend.step: turn.give() before commit()",
+    ),
+    "no register is touched in between": (
+        "Attend.first: fence() before turn.take()",
+        "Attend.step: fence() before turn.take()",
+        "Attend.last: fence() before v.wait(slot)",
+    ),
+    "a slot is held longer than it must be": (
+        "Attend.first: softmax(Section.RIGHT, work, tile) before k.release(slot)",
+        "Attend.step: softmax(section, work, tile) before k.release(slot)",
+        "Attend.step: pack_p() before v.release(before)",
+    ),
+    "the mask of a body tile masks nothing": (
+        "Attend.run: slot = step(Section.BODY, work, last - step, slot)"
+        " as slot = step(Section.RIGHT, work, last - step, slot)",
+    ),
+    "to rescale is always allowed": ("Attend.softmax: if grew as if True",),
+}
+REASONS = {name: reason for reason, names in HARMLESS.items() for name in names}
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A method of `subject`, changed."""
+
+    subject: type
+    method: ast.FunctionDef
+
+    def cta(self) -> type[simulate.Cta]:
+        namespace = dict(vars(forward))
+        exec(compile(ast.fix_missing_locations(ast.Module([self.method], [])), "<mutant>", "exec"), namespace)
+        model, attribute = SUBJECTS[self.subject]
+        return broken(**{attribute: type("Mutated", (model,), {self.method.name: namespace[self.method.name]})})
+
+
+@cache
+def mutants() -> dict[str, Mutant]:
+    """Every mutant by its name: class, method, what was changed and, if that is not unique, which time."""
+    found: dict[str, Mutant] = {}
+    times: Counter[str] = Counter()
+    for subject in SUBJECTS:
+        for method in written_methods(subject):
+            for change, mutated in changes(method):
+                name = f"{subject.__name__}.{method.name}: {change}"
+                times[name] += 1
+                found[name if times[name] == 1 else f"{name}  [{times[name]}]"] = Mutant(subject, mutated)
+    return found
+
+
+def written_methods(subject: type) -> Iterator[ast.FunctionDef]:
+    """The methods that a schedule writes down, as against the operations it leaves open."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(subject))).body
+    for method in tree.body:
+        if isinstance(method, ast.FunctionDef) and method.name not in subject.__abstractmethods__:
+            yield method
+
+
+def changes(method: ast.FunctionDef) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for block, i, bound in statements(method.body, {argument.arg for argument in method.args.args}):
+        statement = block[i]
+        if isinstance(statement, ast.Expr):
+            yield f"without {text(statement)}", edited(method, block, i, ast.Pass())
+        if i + 1 < len(block) and swappable(statement, block[i + 1], bound):
+            after = block[i + 1]
+            yield f"{text(after)} before {text(statement)}", edited(method, block, i, after, statement)
+        for node, other in replacements(statement, bound):
+            changed = text(replaced(statement, node, other))
+            yield f"{text(statement)} as {changed}", replaced(method, node, other)
+
+
+def statements(block: list[ast.stmt], bound: set[str]) -> Iterator[tuple[list[ast.stmt], int, set[str]]]:
+    """Every statement but docstrings: its block, its place in it, and the names that are bound there."""
+    bound = set(bound)
+    for i, statement in enumerate(block):
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue
+        yield block, i, set(bound)
+        if isinstance(statement, (ast.For, ast.If)):
+            yield from statements(statement.body, bound)
+        else:
+            bound |= names(statement, ast.Store)
+
+
+def names(tree: ast.AST, context: type[ast.expr_context]) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
+
+
+def text(statement: ast.stmt) -> str:
+    return ast.unparse(statement).splitlines()[0].replace("self.", "").removesuffix(":")
+
+
+def swappable(first: ast.stmt, second: ast.stmt, bound: set[str]) -> bool:
+    """Whether the swapped statements are a program at all, and not trivially the same one."""
+    if isinstance(second, ast.Return) or (names(first, ast.Store) - bound) & names(second, ast.Load):
+        return False
+    meet = names(first, ast.Store) & names(second, ast.Load) or names(first, ast.Load) & names(second, ast.Store)
+    return bool(meet) or not (is_arithmetic(first) or is_arithmetic(second))
+
+
+def is_arithmetic(statement: ast.stmt) -> bool:
+    calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    plain = all(isinstance(call, ast.Attribute) and call.attr in ("first", "next") for call in calls)
+    return isinstance(statement, ast.Assign) and plain
+
+
+def replacements(statement: ast.stmt, bound: set[str]) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Expressions of a statement, not of those inside it, and what to put in their place."""
+    if isinstance(statement, ast.If):
+        test = statement.test
+        yield from ((test, other) for other in (ast.UnaryOp(ast.Not(), test), ast.Constant(False), ast.Constant(True)))
+        return
+    tree = statement.iter if isinstance(statement, ast.For) else statement
+    hints = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
+    for node in ast.walk(tree):
+        if id(node) not in hints:
+            yield from ((node, other) for other in substitutes(node, bound))  # type: ignore[misc]
+
+
+def substitutes(node: ast.AST, bound: set[str]) -> Iterator[ast.expr]:
+    match node:
+        case ast.Constant(value=int(n)):
+            yield from (ast.Constant(other) for other in (n + 1, n - 1) if other >= 0)
+        case ast.Call(func=ast.Attribute(attr="next"), args=[slot]):
+            yield slot
+        case ast.Name(id=name, ctx=ast.Load()) if name in SLOTS:
+            yield from (ast.Name(other, ast.Load()) for other in SLOTS if other != name and other in bound)
+        case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in RINGS:
+            yield from (ast.Attribute(node.value, other, ast.Load()) for other in RINGS if other != name)
+        case ast.Attribute(value=ast.Name(id="Section"), attr=name):
+            yield from (ast.Attribute(node.value, other, ast.Load()) for other in SECTIONS if other != name)
+
+
+def edited(method: ast.FunctionDef, block: list[ast.stmt], i: int, *others: ast.stmt) -> ast.FunctionDef:
+    """A copy of `method` with `others` in `block` from place `i` on."""
+    memo: dict[int, list[ast.stmt]] = {}
+    mutated = copy.deepcopy(method, memo)
+    memo[id(block)][i : i + len(others)] = copy.deepcopy(others)
+    return mutated
+
+
+def replaced(root: ast.stmt, node: ast.expr, other: ast.expr) -> Any:
+    """A copy of `root` with `other` in the place of `node`."""
+    memo: dict[int, ast.expr] = {}
+    mutated = copy.deepcopy(root, memo)
+    target = memo[id(node)]
+
+    class Replace(ast.NodeTransformer):
+        def visit(self, here: ast.AST) -> ast.AST:
+            return other if here is target else super().visit(here)
+
+    return Replace().visit(mutated)
+
+
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+def counts() -> dict[str, type[simulate.Cta]]:
+    """CTAs in which one number of a barrier, or the token that opens the turns, is wrong."""
+
+    def off_by(name: str, change: int) -> type[simulate.Cta]:
+        return broken(**{name: lambda self, *arguments: getattr(simulate.Cta, name)(self, *arguments) + change})
+
+    def seed_twice(self: simulate.Cta) -> None:
+        self.attend[-1].turn.seed()
+        self.attend[-1].turn.seed()
+
+    class ReleaseByOneWarp(simulate.NumpyRing):
+        def __init__(self, *arguments, **options) -> None:
+            super().__init__(*arguments, **options)
+            self.release_arrivals = 1
+
+    return {
+        "a slot is free one arrival too early": off_by("empty_arrivals", -1),
+        "a slot is free when all consumers but one have released it": off_by("empty_arrivals", -simulate.Cta.WARPS),
+        "a slot waits for one arrival too many": off_by("empty_arrivals", 1),
+        "one warp of a warpgroup releases": broken(RING=ReleaseByOneWarp),
+        "too few bytes are announced": off_by("slot_bytes", -2),
+        "too many bytes are announced": off_by("slot_bytes", 2),
+        "no bytes are announced": broken(slot_bytes=lambda self, parts: 0),
+        "a full barrier waits for two arrivals": broken(FULL_ARRIVALS=2),
+        "a turn opens with its own warpgroup alone": broken(TURN_THREADS=128),
+        "a turn waits for three warpgroups": broken(TURN_THREADS=384),
+        "nobody opens the first turn": broken(open_turns=lambda self: None),
+        "the first turn is opened twice": broken(open_turns=seed_twice),
+    }
+
+
+# -- what becomes of them ----------------------------------------------------------------------------------------------
+
+found: Counter[str] = Counter()
+
+
+def objection(cta: type[simulate.Cta]) -> Exception | None:
+    """The first thing that goes wrong with `cta`, over all seeds, policies and problems."""
+    for seed in SEEDS:
+        for policy in ADVERSARIES:
+            for problem in PROBLEMS:
+                try:
+                    run(problem, seed, policy, cta=cta)
+                except (ScheduleError, WrongNumbers) as error:
+                    return error
+    return None
+
+
+def test_the_programs_themselves_raise_no_objection():
+    assert objection(simulate.Cta) is None
+
+
+@pytest.mark.parametrize("name", mutants())
+def test_a_mutant_is_found_or_harmless(name):
+    error = objection(mutants()[name].cta())
+    found[type(error).__name__ if error else "harmless"] += 1
+    if name in REASONS:
+        assert error is None, "it stands in HARMLESS"
+    else:
+        assert error is not None, "nobody noticed"
+
+
+@pytest.mark.parametrize("name", counts())
+def test_a_wrong_count_is_found(name):
+    error = objection(counts()[name])
+    assert isinstance(error, (CountError, Deadlock, Hazard, OrderError)), error
+    found[type(error).__name__] += 1
+
+
+def test_no_harmless_mutant_is_stale():
+    assert sorted(set(REASONS) - set(mutants())) == []
+    assert len(REASONS) == sum(map(len, HARMLESS.values())), "each has one reason"
+
+
+def test_mutants_reach_every_method_and_every_call(capsys):
+    """Every call statement of the programs is removed in one mutant, and every method has mutants."""
+    for subject in SUBJECTS:
+        for method in written_methods(subject):
+            mine = [name for name in mutants() if name.startswith(f"{subject.__name__}.{method.name}: ")]
+            calls = [s for s in ast.walk(method) if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
+            assert mine and len([name for name in mine if ": without " in name]) == len(calls)
+    with capsys.disabled():
+        print(f"\n{sum(found.values())} mutants: " + ", ".join(f"{n} {kind}" for kind, n in found.most_common()))
+
+
+def main() -> None:
+    for name, cta in [*((name, mutant.cta()) for name, mutant in mutants().items()), *counts().items()]:
+        error = objection(cta)
+        because = REASONS.get(name, "NOBODY NOTICED") if error is None else error
+        print(f"{type(error).__name__ if error else '-':12} {name}\n{'':12} {because}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The block configs: the table fits its chip, and what does not fit is refused for the right reason."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from schedules.tiling import CHIPS, TABLES, BlockConfig, choose
+
+ROWS = [(arch, row) for arch, table in TABLES.items() for row in table]
+BASE = BlockConfig(128, tile_n=128, stages=2, consumers=2, producer_registers=24, consumer_registers=240)
+CHIP = CHIPS["sm_90a"]
+
+
+@pytest.mark.parametrize(("arch", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else str(x.config.head_dim))
+def test_the_table_fits_its_chip(arch, row):
+    assert row.config.check(CHIPS[arch]) is None
+    assert len(row.reason) > 20
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_the_table_is_sorted_and_reaches_256(arch):
+    dims = [row.config.head_dim for row in TABLES[arch]]
+    assert dims == sorted(set(dims)) and dims[-1] == 256
+
+
+@pytest.mark.parametrize("arch", TABLES)
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_choose_takes_the_narrowest_that_is_wide_enough(arch, head_dim):
+    wide_enough = [row.config for row in TABLES[arch] if row.config.head_dim >= head_dim]
+    assert choose(head_dim, arch) == min(wide_enough, key=lambda config: config.head_dim)
+
+
+def test_choose_refuses_a_head_dim_past_the_table():
+    with pytest.raises(LookupError, match="no block config of sm_90a holds head dim 264"):
+        choose(264, "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tile_n": 120}, "tile_n 120 is not a multiple of 16"),
+        ({"tile_n": 0}, "tile_n 0 is not"),
+        ({"tile_n": 272}, "tile_n 272 is not .* to 256"),
+        ({"head_dim": 72}, "head_dim 72 is not a multiple of 16"),
+        ({"head_dim": 272}, "head_dim 272 is not .* to 256"),
+        ({"consumers": 0}, "0 consumer warpgroups"),
+        ({"consumers": 4}, "4 consumer warpgroups"),
+        ({"stages": 4}, r"295936 bytes of shared memory, sm_90a has 232448"),
+        ({"producer_registers": 20}, "setmaxnreg 20"),
+        ({"producer_registers": 16}, "setmaxnreg 16"),
+        ({"consumer_registers": 236}, "setmaxnreg 236"),
+        ({"consumer_registers": 256}, "setmaxnreg 256"),
+        ({"consumers": 3, "consumer_registers": 168}, "67584 registers, sm_90a has 65536"),
+        ({"consumers": 3, "consumer_registers": 160}, "S, P and O need 160 registers, 160 leave too few"),
+        ({"tile_n": 176, "stages": 1, "consumer_registers": 216}, "S, P and O need 196 registers, 216 leave too few"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, reason):
+    assert BASE.check(CHIP) is None
+    found = replace(BASE, **changes).check(CHIP)
+    assert found is not None and re.match(reason, found), found
+
+
+def test_shared_memory_is_q_two_rings_and_the_barriers():
+    assert BASE.tile_m == 128 and BASE.threads == 384
+    assert BASE.smem_bytes() == 128 * 128 * 2 + 2 * 2 * 128 * 128 * 2 + 1024
+    assert BASE.smem_bytes(element_bytes=1) == 128 * 128 + 2 * 2 * 128 * 128 + 1024
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        BASE.tile_n = 64
