@@ -1,0 +1,133 @@
+"""`python -m perf.sanitize --tool memcheck --tool racecheck`: tiny problems under NVIDIA's compute-sanitizer.
+
+Without `--tool` it runs the problems alone, checking their numbers; with it, it runs itself so and then once under each
+tool (memcheck: accesses out of bounds; racecheck: hazards in shared memory; synccheck, initcheck). Inputs are made and
+outputs compared on the CPU, so that our kernels are all that is instrumented.
+
+A tool's own start takes tens of seconds and a kernel under racecheck hundreds of times as long as alone: allow minutes,
+and keep the problems tiny. Racecheck knows barriers between threads; what the copy engine and mbarriers order (TMA,
+wgmma) it may report as a hazard where there is none. Whatever is reported is printed and recorded as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmha import reference
+from perf.bench import TOLERANCE, make_inputs, relative_error
+from perf.suites import Case
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+FOUND_SOMETHING = 86  # our choice of exit code for a tool's findings
+POISON = float("nan")
+
+CASES = tuple(
+    # tails on both sides, and more tiles than the rings have stages; then a single element
+    Case(1, seqlen_q, seqlen_k, 2, 1, head_dim, causal)
+    for head_dim in (64, 128, 256)
+    for causal in (False, True)
+    for seqlen_q, seqlen_k in ((200, 700), (1, 1))
+) + (
+    Case(1, 300, 120, 2, 2, 128, True),  # rows and whole tiles that see nothing
+    Case(3, 130, 140, 32, 8, 128, False),  # more work tiles than multiprocessors
+    Case(1, 130, 260, 2, 1, 72, True, "float16"),  # a padded head dim
+)
+
+
+def run_cases() -> int:
+    """Runs every problem once and prints its error. The number of wrong ones."""
+    import fmha
+
+    wrong = 0
+    for case in CASES:
+        qkv = make_inputs(case, "cpu")
+        out = torch.full_like(qkv[0], POISON).cuda()
+        fmha.attention(*(x.cuda() for x in qkv), causal=case.causal, out=out, return_lse=True)
+        torch.cuda.synchronize()
+        exact, _ = reference.attention(*qkv, causal=case.causal)
+        error = relative_error(out.cpu(), exact)
+        wrong += error > TOLERANCE
+        print(f"{'ok   ' if error <= TOLERANCE else 'WRONG'} {case.name}: {error:.1e} of the oracle's norm", flush=True)
+    return wrong
+
+
+def under(tool: str | None, timeout: float) -> dict[str, Any]:
+    """This module in a process of its own, under `tool` if one is given: exit code, summary, output and seconds."""
+    prefix = []
+    if tool is not None:
+        prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND_SOMETHING), "--print-limit", "50"]
+        prefix += ["--racecheck-report", "all"] if tool == "racecheck" else []
+    began = time.monotonic()
+    try:
+        ran = subprocess.run(
+            [*prefix, sys.executable, "-m", "perf.sanitize"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+        code, output = ran.returncode, ran.stdout
+    except subprocess.TimeoutExpired as error:
+        code = None
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        output += f"\nstopped after {timeout:.0f} s\n"
+    return {"exit": code, "summary": summary(output), "seconds": round(time.monotonic() - began, 1), "output": output}
+
+
+def summary(output: str) -> str:
+    """The tool's last line about its findings, "" if it has none."""
+    found = re.findall(r"=+ (.*SUMMARY: .*)", output)
+    return found[-1] if found else ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.sanitize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tool", action="append", choices=TOOLS, default=[])
+    parser.add_argument("--timeout", type=float, default=240.0, metavar="S", help="seconds a tool may take")
+    parser.add_argument("--out", type=Path, metavar="PATH", help="write the findings as JSON")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("perf.sanitize: there is no CUDA device here", file=sys.stderr)
+        return 2
+    if not args.tool:
+        return 1 if run_cases() else 0
+    if shutil.which("compute-sanitizer") is None:
+        print("perf.sanitize: compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    from perf.environment import describe
+
+    report: dict[str, Any] = describe() | {"cases": [case.name for case in CASES], "tools": {}}
+    failed = False
+    for tool in (None, *args.tool):  # alone first: it compiles what is missing, and wrong numbers need no tool
+        found = under(tool, args.timeout)
+        print(found["output"][-6000:])
+        print(
+            f"{tool or 'alone'}: exit code {found['exit']} after {found['seconds']} s. {found['summary']}", flush=True
+        )
+        found["output"] = found["output"][-20_000:]
+        report["tools"][tool or "alone"] = found
+        failed |= found["exit"] != 0
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
+        if tool is None and failed:
+            break
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
