@@ -94,6 +94,7 @@ def plain(header: list[str], lines: list[list[str]]) -> str:
 def _rich_table(title: str, header: list[str], lines: list[list[str]]) -> None:
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
     grid = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
@@ -102,8 +103,8 @@ def _rich_table(title: str, header: list[str], lines: list[list[str]]) -> None:
     for line in lines:
         styled = [_styled(header[i], cell) for i, cell in enumerate(line)]
         grid.add_row(*styled)
-    needed = sum(max(len(line[i]) for line in (header, *lines)) + 2 for i in range(len(header)))
     console = Console()
+    needed = Measurement.get(console, console.options.update(max_width=10_000), grid).maximum
     if console.width < needed:
         console = Console(width=needed)  # a cut table is no table
     console.print(grid)

@@ -300,6 +300,7 @@ def test_torchs_attention_refuses_its_other_alignment() -> None:
 
 
 # -- the terminal -----------------------------------------------------------------------------------------------------
+LONG = "D128 causal S147600x147600 B1 H16x16 float16"
 ROWS = [
     {"case": {"name": "one"}, "unit": "TFLOP/s", OURS: 660.0, "peers": {"x": 600.0, "y": 330.0}, "cublas": 700.0},
     {"case": {"name": "two"}, "unit": "us", OURS: 10.0, "peers": {"y": 5.0}},
@@ -333,10 +334,19 @@ def test_a_run_is_shown_with_and_without_rich(rich: bool, monkeypatch: pytest.Mo
     with show.progress("dense", 3) as advance:
         for row in ROWS:
             advance(show.one_line(row))
-    show.table(meta | {"missing_peers": {"z": "ImportError: gone"}}, ROWS)
+    long = {"case": {"name": LONG}, "unit": "TFLOP/s", OURS: 123.0, "peers": {"x": 1.0, "flashinfer": 2.0}}
+    show.table(meta | {"missing_peers": {"z": "ImportError: gone"}}, [*ROWS, long])
     text = capsys.readouterr().out
     assert "one: 660 TFLOP/s, 1.100 of x (600)" in text and "three: off by" in text
-    for part in (*show.cells(ROWS)[0], "660", "1.100", "not measured: z (Zed): ImportError: gone", "WRONG: three"):
+    assert "…" not in text
+    for part in (
+        *show.cells([*ROWS, long])[0],
+        LONG,
+        "660",
+        "1.100",
+        "not measured: z (Zed): ImportError: gone",
+        "WRONG: three",
+    ):
         assert part in text, part
 
 
