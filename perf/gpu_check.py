@@ -46,7 +46,7 @@ def run(name: str, step: Step, out: Path, quick: bool) -> tuple[int | None, floa
     log = out / f"{name}.log"
     with log.open("w") as stream:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT, process_group=0
         )
         try:
             code: int | None = process.wait(step.seconds)
