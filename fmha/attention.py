@@ -13,11 +13,12 @@ from torch import Tensor
 from fmha.jit import launch, layout, library
 from fmha.jit.launch import PLANS, Answer, Blank, Launch, Plan
 from fmha.problem import Problem, Unsupported, supports
+from schedules.tiling import choose
 from schedules.work import head_group
 
 LOG2_E = math.log2(math.e)
 FLOAT32 = torch.finfo(torch.float32)
-MAX_SIZE = 2**31 - 1  # of a mode: the kernels count in 32 bits
+MAX_SIZE = 2**31 - 2**16  # of a mode, and work tiles of a call: the kernels count in 32 bits
 NO_WINDOW = (None, None)
 
 
@@ -121,12 +122,17 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, causal: bool, sca
     )
     if 0 in q.shape or 0 in k.shape:
         return Blank(answer)
+    work_tiles = -(-q.shape[1] // choose(problem.head_dim, device.arch).tile_m) * q.shape[0] * q.shape[2]
+    if work_tiles > MAX_SIZE:
+        raise Unsupported(f"{operands[0]}: {work_tiles} tiles of queries; up to {MAX_SIZE} are supported")
     kv_bytes_per_key = 2 * q.element_size() * k.shape[2] * k.shape[3] // q.shape[2]  # K and V, for one query head
     return Launch(
         answer,
         function=_kernel(problem, device.arch, q.device),
         scale_log2=scale_log2,
         head_group=head_group(causal, k.shape[1], kv_bytes_per_key, device.l2_bytes),
+        work_tiles=work_tiles,
+        multiprocessors=device.multiprocessors,
         inputs_in_place=layout.in_place(q) and layout.in_place(k) and layout.in_place(v),
         out_in_place=out is not None and layout.in_place(out),
         no_lse=launch.no_lse(q.device),

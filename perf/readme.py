@@ -2,6 +2,7 @@
 
     <!-- support:begin -->  ...  <!-- support:end -->        what `fmha.supports` says
     <!-- resources:begin -->  ...  <!-- resources:end -->    perf/resources.json
+    <!-- numbers:begin -->  ...  <!-- numbers:end -->        perf/results/
 
 `--check` changes nothing and returns status 1 if the README is behind.
 """
@@ -9,15 +10,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fmha.problem import ARCHITECTURES, DTYPES, MASKS, PLANNED, Problem, supports
-from perf import resources
+from perf import resources, show
 
 README = Path(__file__).resolve().parent.parent / "README.md"
+RESULTS = Path(__file__).resolve().parent / "results"
+SUITES = {
+    "dense": "TFLOP/s of useful work, and how many times as fast as each peer",
+    "tail": "Lengths that leave a partial last tile: the same, and the rate as a part of that at the whole length",
+    "launch": "What a call costs besides its kernel; less is better, and ratios above 1 mean that fmha takes less",
+}
 PROBED = range(1, 513)  # head dims
 REFUSED = (Problem("float32", 128), Problem("bfloat16", 100), Problem("bfloat16", 264))  # shown beside the table
 
@@ -65,12 +74,45 @@ def resource_table() -> str:
     return table(columns, rows)
 
 
+def numbers(results: Path = RESULTS) -> str:
+    """What was measured on each GPU: the GPU tests, then the suites of the benchmark."""
+    parts = []
+    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
+        if (tests := folder / "tests.json").exists():
+            parts.append(tests_line(json.loads(tests.read_text())))
+        for suite, meaning in SUITES.items():
+            if (path := folder / f"{suite}.json").exists():
+                parts += [f"### {suite.capitalize()}", f"{meaning}.", suite_table(json.loads(path.read_text()))]
+    return "\n\n".join(parts)
+
+
+def tests_line(record: dict[str, Any]) -> str:
+    """What the GPU tests found."""
+    outcomes, checked = record["tests"], record["cases"]
+    worst = ", ".join(f"{entry['worst_ratio']:.2f} ({dtype})" for dtype, entry in checked.items())
+    return (
+        f"`python -m pytest tests/gpu` on an {record['gpu']}, driver {record['driver']}, {record['date']}, sources "
+        f"`{record['source']}`: {outcomes['passed']} passed, {outcomes['failed']} failed, {outcomes['skipped']} skipped; "
+        f"{sum(entry['checked'] for entry in checked.values())} problems against the float64 oracle, the largest error "
+        f"as a multiple of torch's own: {worst}."
+    )
+
+
+def suite_table(result: dict[str, Any]) -> str:
+    """A table of a suite's rows, and where and how they were measured."""
+    meta = result["meta"]
+    header, lines = show.cells(result["rows"])
+    peers = ", ".join(f"{peer}: {meta['titles'][peer]}" for peer in meta["titles"] if peer != show.OURS)
+    where = f"{meta['gpu']}, driver {meta['driver']}, {meta['date']}, sources `{meta['source']}`"
+    return table(header, lines) + f"\n\n{where}; `{meta['command'].split(' --out')[0]}`. {peers}."
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines: list[Sequence[object]] = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-BLOCKS: Mapping[str, Callable[[], str]] = {"support": support, "resources": resource_table}
+BLOCKS: Mapping[str, Callable[[], str]] = {"support": support, "resources": resource_table, "numbers": numbers}
 
 
 def generate(text: str) -> str:

@@ -1,1 +1,1 @@
-"""What runs when: domain policies, block configs, work order, role programs, and the machine that proves them on a CPU."""
+"""What runs when: domain policies, block configs, work order, role programs, and the machine that proves them."""

@@ -1,9 +1,10 @@
 """The role programs of the forward kernels: what each warp does, in which order, waiting for what.
 
-One CTA computes one work tile. A producer warp (`Load`) moves Q, K and V into shared memory; two or three consumer
-warpgroups (`Attend`), 64 query rows each, run the online softmax (Milakov and Gimelshein 2018; FlashAttention-2,
-Dao 2023) between two MMAs. While one warpgroup exponentiates, another's MMAs fill the tensor cores (`turn`); inside a
-warpgroup the QK of a tile is issued before the PV of the one before has retired (FlashAttention-3, Shah et al. 2024).
+A CTA computes one work tile after another. A producer warp (`Load`) takes them from a counter that all CTAs share and
+moves Q, K and V into shared memory; two or three consumer warpgroups (`Attend`), 64 query rows each, run the online
+softmax (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023) between two MMAs. While one warpgroup exponentiates,
+another's MMAs fill the tensor cores (`turn`); inside a warpgroup the QK of a tile is issued before the PV of the one
+before has retired (FlashAttention-3, Shah et al. 2024), also where the one before belongs to another work tile.
 
 A program calls operations and never says how they are done: `fmha.kernels.sm90.forward` lowers them onto the chip,
 `schedules.simulate` onto NumPy. Roles hold no state that changes: what a loop carries is a local (a `Slot`), what the
@@ -16,6 +17,7 @@ The operations and the hardware rule behind each:
     ring.commit(slot)       arrive, and announce the bytes that are on their way
     ring.wait(slot)         wait until those bytes have landed
     ring.release(slot)      arrive: this warpgroup will not read the slot again
+    q.post, q.work          write and read the work tile that a Q slot is for
     fence()                 order register writes before the MMAs that read them (PTX: wgmma.fence)
     issue_qk, issue_pv      start an asynchronous MMA
     commit()                close the group of MMAs issued so far (wgmma.commit_group)
@@ -27,6 +29,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
+
+from cutlass import const_expr
 
 from schedules import program
 from schedules.domain import Section, Visits
@@ -49,9 +53,12 @@ class Ring(ABC):
     def first(self) -> Slot:
         return Slot(0, 0)
 
+    @program.jit
     def next(self, slot: Slot) -> Slot:
-        wraps = (slot.stage + 1) // self.stages
-        return Slot(slot.stage + 1 - wraps * self.stages, slot.parity ^ wraps)
+        wraps = slot.stage + 1 == self.stages  # a comparison: a division of run-time numbers takes ten instructions
+        stage = 0 if wraps else slot.stage + 1
+        parity = slot.parity ^ 1 if wraps else slot.parity
+        return Slot(stage, parity)
 
     @abstractmethod
     def acquire(self, slot: Slot) -> None: ...
@@ -67,6 +74,18 @@ class Ring(ABC):
 
     @abstractmethod
     def release(self, slot: Slot) -> None: ...
+
+
+class WorkRing(Ring):
+    """The ring of Q tiles, which also carries the work tile that each is for."""
+
+    @abstractmethod
+    def post(self, slot: Slot, work: Work) -> None:
+        """Writes the work tile beside Q, before `commit`."""
+
+    @abstractmethod
+    def work(self, slot: Slot) -> Work:
+        """The work tile that was posted, after `wait`."""
 
 
 class Turn(ABC):
@@ -104,42 +123,67 @@ class Role(ABC):
         object.__setattr__(self, name, value)
 
     @abstractmethod
-    def run(self, work: Work, visits: Visits) -> None:
-        """The program: everything this role does for one work tile."""
+    def run(self) -> None:
+        """The program: everything this role does."""
 
 
 class Load(Role):
-    """The producer: one warp that keeps the rings full."""
+    """The producer: one warp that takes work tiles and keeps the rings full."""
 
-    q: Ring
+    q: WorkRing
     k: Ring
     v: Ring
 
+    @abstractmethod
+    def first_work(self) -> Work: ...
+
+    @abstractmethod
+    def next_work(self) -> Work:
+        """Takes the next work tile that no CTA has."""
+
+    @abstractmethod
+    def visits(self, work: Work) -> Visits: ...
+
     @program.jit
-    def run(self, work: Work, visits: Visits) -> None:
-        """Loads Q once, then K one tile ahead of V, the order in which the consumers ask for them."""
+    def run(self) -> None:
+        """K runs one tile ahead of V, the order in which the consumers ask for them; also from one work tile to the
+        next, whose number is asked for a whole work tile before it is needed."""
         q_slot = self.q.first()
+        slot = self.k.first()
+        work = self.first_work()
+        self.open(work, q_slot, slot)
+        while work.valid != 0:
+            upcoming = self.next_work()
+            visits = self.visits(work)
+            last = visits.total - 1
+            for step in range(1, visits.total, unroll=1):
+                ahead = self.k.next(slot)
+                self.k.acquire(ahead)
+                self.k.load(ahead, work, last - step)
+                self.k.commit(ahead)
+                self.v.acquire(slot)
+                self.v.load(slot, work, last - step + 1)
+                self.v.commit(slot)
+                slot = ahead
+            self.v.acquire(slot)
+            self.v.load(slot, work, 0)
+            self.v.commit(slot)
+            q_slot = self.q.next(q_slot)
+            slot = self.k.next(slot)
+            self.open(upcoming, q_slot, slot)
+            work = upcoming
+
+    @program.jit
+    def open(self, work: Work, q_slot: Slot, slot: Slot) -> None:
+        """The first K and the Q of a work tile. Past the last one they are zeros: the consumers then issue one MMA
+        too many, but issue it without a branch, which the compiler wants of accumulators in flight."""
+        self.k.acquire(slot)
+        self.k.load(slot, work, self.visits(work).total - 1)
+        self.k.commit(slot)
         self.q.acquire(q_slot)
+        self.q.post(q_slot, work)
         self.q.load(q_slot, work, work.q_tile)
         self.q.commit(q_slot)
-
-        last = visits.total - 1
-        slot = self.k.first()
-        self.k.acquire(slot)
-        self.k.load(slot, work, last)
-        self.k.commit(slot)
-        for step in range(1, visits.total, unroll=1):
-            ahead = self.k.next(slot)
-            self.k.acquire(ahead)
-            self.k.load(ahead, work, last - step)
-            self.k.commit(ahead)
-            self.v.acquire(slot)
-            self.v.load(slot, work, last - step + 1)
-            self.v.commit(slot)
-            slot = ahead
-        self.v.acquire(slot)
-        self.v.load(slot, work, 0)
-        self.v.commit(slot)
 
 
 class Attend(Role):
@@ -149,21 +193,24 @@ class Attend(Role):
     each row its maximum and sum, all in registers.
     """
 
-    q: Ring
+    q: WorkRing
     k: Ring
     v: Ring
     turn: Turn
 
     # -- operations ------------------------------------------------------------------------------------------------
     @abstractmethod
-    def start(self, work: Work) -> None:
+    def visits(self, work: Work) -> Visits: ...
+
+    @abstractmethod
+    def start(self) -> None:
         """O = 0, row sum = 0, row maximum = a finite floor under every score."""
 
     @abstractmethod
     def fence(self) -> None: ...
 
     @abstractmethod
-    def issue_qk(self, slot: Slot) -> None:
+    def issue_qk(self, q_slot: Slot, slot: Slot) -> None:
         """S = Q K^T."""
 
     @abstractmethod
@@ -197,7 +244,7 @@ class Attend(Role):
         """O = O / row sum, and the LSE of each row is stored."""
 
     @abstractmethod
-    def stage_o(self) -> None:
+    def stage_o(self, slot: Slot) -> None:
         """Writes O over this warpgroup's rows of Q in shared memory."""
 
     @abstractmethod
@@ -205,7 +252,7 @@ class Attend(Role):
         """Makes that visible to the copy engine: a proxy fence, then a barrier of the warpgroup."""
 
     @abstractmethod
-    def store_o(self, work: Work) -> None:
+    def store_o(self, slot: Slot, work: Work) -> None:
         """Starts an asynchronous copy of the staged O to global memory."""
 
     @abstractmethod
@@ -214,47 +261,110 @@ class Attend(Role):
 
     # -- the program -----------------------------------------------------------------------------------------------
     @program.jit
-    def run(self, work: Work, visits: Visits) -> None:
-        self.start(work)
-        last = visits.total - 1
+    def run(self) -> None:
+        """Work tiles in a row, until one comes that is not valid."""
+        q_slot = self.q.first()
         slot = self.k.first()
-        self.q.wait(self.q.first())
-        self.first(work, last, slot)
-        for step in range(1, visits.masked, unroll=1):
-            slot = self.step(Section.RIGHT, work, last - step, slot)
-        for step in range(visits.masked, visits.total, unroll=1):
-            slot = self.step(Section.BODY, work, last - step, slot)
-        self.last(slot)
-        self.normalise(work)
-        self.stage_o()
-        self.publish_o()
-        self.store_o(work)
+        stored = self.q.first()
+        storing = 0
+        self.q.wait(q_slot)
+        work = self.q.work(q_slot)
+        self.turn.take()
+        self.open(q_slot, slot)
+        self.turn.give()
+        while work.valid != 0:
+            visits = self.visits(work)
+            last = visits.total - 1
+            self.retire(0)
+            self.k.release(slot)
+            self.start()
+            self.softmax(Section.RIGHT, work, last)
+            self.pack_p()
+            if storing != 0:
+                self.drain()
+                self.q.release(stored)
+            for step in range(1, visits.masked, unroll=1):
+                slot = self.step(Section.RIGHT, work, last - step, q_slot, slot)
+            for step in range(visits.masked, visits.total, unroll=1):
+                slot = self.step(Section.BODY, work, last - step, q_slot, slot)
+            if const_expr(self.q.stages > 1):
+                upcoming = self.close_and_open(work, q_slot, slot)
+                storing = 1
+            else:
+                upcoming = self.close_then_open(work, q_slot, slot)
+            stored = q_slot
+            q_slot = self.q.next(q_slot)
+            slot = self.k.next(slot)
+            work = upcoming
+        self.retire(0)
         self.drain()
 
     @program.jit
-    def first(self, work: Work, tile: int, slot: Slot) -> None:
-        """The first tile: there is no PV to overlap with yet."""
+    def open(self, q_slot: Slot, slot: Slot) -> None:
+        """The first QK of a work tile."""
         self.k.wait(slot)
+        self.fence()
+        self.issue_qk(q_slot, slot)
+        self.commit()
+
+    @program.jit
+    def close_and_open(self, work: Work, q_slot: Slot, slot: Slot) -> Work:
+        """The last PV of a work tile, and behind it the first QK of the next, beside which O is stored. The slot that
+        O leaves through is released only after the next softmax, when the copy has long read it."""
+        self.v.wait(slot)
         self.turn.take()
         self.fence()
-        self.issue_qk(slot)
+        self.issue_pv(slot)
+        self.commit()
+        self.q.wait(self.q.next(q_slot))
+        upcoming = self.q.work(self.q.next(q_slot))
+        self.open(self.q.next(q_slot), self.k.next(slot))
+        self.turn.give()
+        self.retire(1)
+        self.v.release(slot)
+        self.write_back(work, q_slot)
+        return upcoming
+
+    @program.jit
+    def close_then_open(self, work: Work, q_slot: Slot, slot: Slot) -> Work:
+        """The same with one Q slot, which the next work tile gets when O has left it."""
+        self.v.wait(slot)
+        self.turn.take()
+        self.fence()
+        self.issue_pv(slot)
         self.commit()
         self.turn.give()
         self.retire(0)
-        self.k.release(slot)
-        self.softmax(Section.RIGHT, work, tile)
-        self.pack_p()
+        self.v.release(slot)
+        self.write_back(work, q_slot)
+        self.drain()
+        self.q.release(q_slot)
+        self.q.wait(self.q.next(q_slot))
+        upcoming = self.q.work(self.q.next(q_slot))
+        self.turn.take()
+        self.open(self.q.next(q_slot), self.k.next(slot))
+        self.turn.give()
+        return upcoming
 
     @program.jit
-    def step(self, section: Section, work: Work, tile: int, before: Slot) -> Slot:
+    def write_back(self, work: Work, slot: Slot) -> None:
+        """O leaves through the Q slot that it was computed from."""
+        self.normalise(work)
+        self.stage_o(slot)
+        self.publish_o()
+        self.store_o(slot, work)
+
+    @program.jit
+    def step(self, section: Section, work: Work, tile: int, q_slot: Slot, before: Slot) -> Slot:
         """One tile: its QK runs before and its softmax beside the PV of the tile before."""
         slot = self.k.next(before)
         self.k.wait(slot)
         self.turn.take()
         self.fence()
-        self.issue_qk(slot)
+        self.issue_qk(q_slot, slot)
         self.commit()
         self.v.wait(before)
+        self.fence()
         self.issue_pv(before)
         self.commit()
         self.turn.give()
@@ -275,13 +385,3 @@ class Attend(Role):
             self.retire(0)
             self.rescale()
         self.exponents()
-
-    @program.jit
-    def last(self, slot: Slot) -> None:
-        """The PV of the last tile."""
-        self.v.wait(slot)
-        self.fence()
-        self.issue_pv(slot)
-        self.commit()
-        self.retire(0)
-        self.v.release(slot)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -29,11 +30,15 @@ def tracing() -> bool:
 
 def jit(function: F) -> F:
     """Traces `function` inside a kernel, runs it as plain Python elsewhere."""
+    plain = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    plain.__kwdefaults__ = function.__kwdefaults__
     traced = cute.jit(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (traced if tracing() else function)(*args, **kwargs)
+        return (traced if tracing() else plain)(*args, **kwargs)
 
     return call  # type: ignore[return-value]
 

@@ -48,8 +48,9 @@ def compile_object(problem: Problem, config: BlockConfig, arch: str) -> bytes:
 def load(object_file: bytes) -> Callable[..., None]:
     """The launch function of a compiled object, a `tvm_ffi.Function`.
 
-    It is called as `function(q, k, v, o, lse, scale_log2, head_group)` with torch tensors or any others of the DLPack
-    exchange API. It launches on the device of the tensors, whichever is current, on that device's current stream.
+    It is called as `function(q, k, v, o, lse, scale_log2, head_group, counter, base, multiprocessors)` with torch
+    tensors or any others of the DLPack exchange API; `fmha.jit.counter` says what counter and base are. It launches on
+    the device of the tensors, on that device's current stream.
     Bytes that are no such object raise whatever the DSL makes of them.
     """
     import cutlass.cute as cute
@@ -108,8 +109,15 @@ def _abstract_arguments(problem: Problem) -> tuple[Any, ...]:
         (cute.sym_int64(), cute.sym_int64(), 1),
         assumed_align=4,
     )
+    counter = make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4)
+    scale_log2, head_group, base, multiprocessors = (
+        cutlass.Float32(1.0),
+        cutlass.Int32(1),
+        cutlass.Int32(0),
+        cutlass.Int32(1),
+    )
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)  # the caller's current one, and no argument of the call
-    return q, k, v, o, lse, cutlass.Float32(1.0), cutlass.Int32(1), stream
+    return q, k, v, o, lse, scale_log2, head_group, counter, base, multiprocessors, stream
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """From tensors to a running kernel: plans, which hold all of a call that its data pointers do not decide.
 
 A call looks its plan up by shapes, strides, dtypes, devices and options, so only a call with new ones is validated.
-The launch itself is one TVM-FFI call: it takes torch tensors as they are, makes their device current, and launches on
-the stream that is current there.
+The launch itself is one TVM-FFI call: it takes torch tensors as they are and launches on the current stream of their
+device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmha.jit import layout
+from fmha.jit import counter, layout
 from fmha.jit.layout import ALIGNMENT
 from fmha.problem import Problem
 
@@ -58,6 +58,8 @@ class Launch:
     function: Callable[..., None]
     scale_log2: float
     head_group: int
+    work_tiles: int
+    multiprocessors: int
     inputs_in_place: bool  # the kernel can address q, k and v as they are, wherever they are aligned
     out_in_place: bool  # and the caller's `out`
     no_lse: Tensor  # the empty tensor that tells the kernel to write no LSE
@@ -73,7 +75,11 @@ class Launch:
         else:
             o = answer.new_output()
         lse = answer.new_lse() if answer.return_lse else self.no_lse
-        self.function(q, k, v, o, lse, self.scale_log2, self.head_group)
+
+        def launch(count: Tensor, base: int) -> None:
+            self.function(q, k, v, o, lse, self.scale_log2, self.head_group, count, base, self.multiprocessors)
+
+        counter.launch(launch, answer.device, self.work_tiles)
         if out is not None and out is not o:
             o = out.copy_(o)
         return (o, lse) if answer.return_lse else o
@@ -107,20 +113,23 @@ def remember(signature: Hashable, plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class Device:
-    """What planning asks of a device: its architecture, such as "sm_90a" or "cpu", and the bytes of its L2 cache."""
+    """What planning asks of a device: its architecture, such as "sm_90a" or "cpu", and its sizes."""
 
     arch: str
-    l2_bytes: int
+    l2_bytes: int = 0
+    multiprocessors: int = 0
 
 
 @functools.cache
 def describe_device(device: torch.device) -> Device:
     """`device` must have an index if it is a CUDA device, as that of a tensor has."""
     if device.type != "cuda" or torch.version.cuda is None:  # torch calls AMD's devices cuda, too
-        return Device(device.type, 0)
+        return Device(device.type)
     properties = torch.cuda.get_device_properties(device)
     suffix = "a" if properties.major >= 9 else ""
-    return Device(f"sm_{properties.major}{properties.minor}{suffix}", properties.L2_cache_size)
+    return Device(
+        f"sm_{properties.major}{properties.minor}{suffix}", properties.L2_cache_size, properties.multi_processor_count
+    )
 
 
 def current_architecture() -> str | None:
@@ -146,7 +155,8 @@ def touch(function: Callable[..., None], problem: Problem) -> None:
     which must not be one that a CUDA graph captures."""
     device = torch.device("cuda", torch.cuda.current_device())
     q, k, v, o = torch.zeros((4, 1, 1, 1, problem.head_dim), dtype=getattr(torch, problem.dtype), device=device)
-    function(q, k, v, o, no_lse(device), 1.0, 1)
+    count = torch.zeros(1, dtype=torch.int32, device=device)
+    function(q, k, v, o, no_lse(device), 1.0, 1, count, 0, 1)
 
 
 def from_dlpack(name: str, array: Any) -> Tensor:

@@ -35,7 +35,7 @@ KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("max", r"FMNMX"),
         ("convert", r"F2F|F2I|I2F"),
         ("compare", r"U?[FI]SETP"),
-        ("select", r"FSEL|U?SEL\b"),
+        ("select", r"FSEL"),  # of a float: a mask. An integer SEL advances a ring slot
         ("shuffle", r"SHFL|VOTE"),
         ("barrier", r"BAR\b|SYNCS|WARPGROUP|WARPSYNC|DEPBAR|MEMBAR|FENCE|NANOSLEEP"),
         ("local", r"LDL|STL"),

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import fmha
-from fmha.jit import launch, layout, library
+from fmha.jit import counter, launch, layout, library
 from fmha.problem import Problem, Unsupported
 
 attention_module = importlib.import_module("fmha.attention")  # the attribute of that name is the function
 BF16, FP16 = torch.bfloat16, torch.float16
 L2_BYTES = 50 << 20
+MULTIPROCESSORS = 132
 
 
 def oracle(q, k, v, causal=False, scale=None):
@@ -40,20 +41,26 @@ class Kernel:
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
+        self.work_tiles: list[int] = []
         self.problem: Problem | None = None
+
+    def count(self, function, device, work_tiles: int) -> None:
+        self.work_tiles.append(work_tiles)
+        function(torch.zeros(1, dtype=torch.int32), 0)
 
     def fetch(self, problem: Problem, arch: str):
         assert arch == "sm_90a"
         self.problem = problem
         return self
 
-    def __call__(self, q, k, v, o, lse, scale_log2, head_group):
+    def __call__(self, q, k, v, o, lse, scale_log2, head_group, count, base, multiprocessors):
         for tensor in (q, k, v, o):
             assert tensor.data_ptr() % 16 == 0 and tensor.stride(3) == 1
             assert all(stride > 0 and stride % 8 == 0 for stride in tensor.stride()[:3])
         assert q.shape == o.shape and k.shape == v.shape and q.dtype == k.dtype == v.dtype == o.dtype
         assert lse.dtype == torch.float32 and lse.stride(-1) == 1
-        assert type(scale_log2) is float and type(head_group) is int
+        assert type(scale_log2) is float and type(head_group) is type(base) is int
+        assert count.shape == (1,) and count.dtype == torch.int32 and multiprocessors == MULTIPROCESSORS
         self.calls.append((q, k, v, o, lse, scale_log2, head_group))
         out, out_lse = oracle(q, k, v, self.problem.mask == "causal", scale_log2 / math.log2(math.e))
         o.copy_(out)
@@ -65,7 +72,8 @@ class Kernel:
 def kernel(monkeypatch):
     """Makes CPU tensors pass for tensors on a Hopper GPU."""
     stand_in = Kernel()
-    monkeypatch.setattr(launch, "describe_device", lambda device: launch.Device("sm_90a", L2_BYTES))
+    monkeypatch.setattr(launch, "describe_device", lambda device: launch.Device("sm_90a", L2_BYTES, MULTIPROCESSORS))
+    monkeypatch.setattr(counter, "launch", stand_in.count)
     monkeypatch.setattr(launch, "capturing", lambda device: False)
     monkeypatch.setattr(library, "loaded", lambda problem, arch: None)
     monkeypatch.setattr(library, "fetch", stand_in.fetch)
@@ -99,6 +107,12 @@ def test_output_and_lse(kernel, dtype, causal, scale):
     assert out.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32
     assert kernel.problem == Problem(str(dtype).removeprefix("torch."), 16, "causal" if causal else "dense")
     torch.testing.assert_close(fmha.attention(q, k, v, **options), out)
+
+
+@pytest.mark.parametrize(("seqlen_q", "q_tiles"), [(1, 1), (128, 1), (129, 2), (300, 3)])
+def test_every_work_tile_is_counted(kernel, seqlen_q, q_tiles):
+    fmha.attention(*tensors(batch=3, seqlen_q=seqlen_q, heads=4, head_dim=128))
+    assert kernel.work_tiles == [3 * 4 * q_tiles]
 
 
 def test_without_an_lse_the_kernel_gets_the_same_empty_tensor(kernel):
@@ -324,7 +338,7 @@ BAD = {
     ),
     "no head dim": ({"q": Q[..., :0], "k": K[..., :0], "v": V[..., :0]}, Unsupported, "head_dim 0: multiples of 8"),
     "last stride": ({"q": Q.transpose(1, 3).contiguous().transpose(1, 3)}, ValueError, r"q\.stride\(\).*must be 1"),
-    "too long": ({"k": K.new_empty(1).expand(2, 2**31, 2, 16)}, ValueError, r"k\.shape.*up to 2147483647"),
+    "too long": ({"k": K.new_empty(1).expand(2, 2**31, 2, 16)}, ValueError, r"k\.shape.*up to 2147418112"),
     "not a tensor": ({"k": [1, 2]}, TypeError, "k is a list; a torch tensor or another array with __dlpack__"),
     "no tensor": ({"v": None}, TypeError, "v is a NoneType"),
     "scale NaN": ({"scale": math.nan}, ValueError, "scale is nan; a finite positive number"),
@@ -379,7 +393,7 @@ def test_gradients_are_no_matter_where_none_are_recorded(kernel):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_120a", "cpu"])
 def test_other_devices_are_refused(kernel, monkeypatch, arch):
-    monkeypatch.setattr(launch, "describe_device", lambda device: launch.Device(arch, 0))
+    monkeypatch.setattr(launch, "describe_device", lambda device: launch.Device(arch))
     with pytest.raises(Unsupported, match=rf"architecture {arch}: sm_90a \(Hopper\) only.*q is bfloat16 .* on cpu"):
         fmha.attention(Q, K, V)
 
@@ -392,12 +406,14 @@ def test_cpu_and_meta_tensors_are_refused():
 
 @pytest.mark.parametrize(("version", "arch"), [((9, 0), "sm_90a"), ((8, 0), "sm_80"), ((10, 3), "sm_103a")])
 def test_architectures_are_named_as_the_compiler_names_them(monkeypatch, version, arch):
-    properties = type("Properties", (), {"major": version[0], "minor": version[1], "L2_cache_size": 7})
+    properties = type(
+        "Properties", (), {"major": version[0], "minor": version[1], "L2_cache_size": 7, "multi_processor_count": 3}
+    )
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert launch.describe_device.__wrapped__(torch.device("cuda", 0)) == launch.Device(arch, 7)
+    assert launch.describe_device.__wrapped__(torch.device("cuda", 0)) == launch.Device(arch, 7, 3)
     monkeypatch.setattr(torch.version, "cuda", None)  # an AMD build, where gfx90a says it is 9.0
-    assert launch.describe_device.__wrapped__(torch.device("cuda", 0)) == launch.Device("cuda", 0)
+    assert launch.describe_device.__wrapped__(torch.device("cuda", 0)) == launch.Device("cuda")
 
 
 def test_a_compile_during_a_graph_capture_is_refused(kernel, monkeypatch):

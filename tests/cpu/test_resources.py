@@ -16,7 +16,7 @@ from schedules.tiling import BlockConfig, choose
 
 VARIANTS = resources.variants()
 TOO_FEW_REGISTERS = BlockConfig(
-    head_dim=64, tile_n=128, stages=4, consumers=3, producer_registers=32, consumer_registers=104
+    head_dim=64, tile_n=128, stages=4, q_stages=2, consumers=3, producer_registers=32, consumer_registers=104
 )
 
 

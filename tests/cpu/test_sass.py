@@ -155,6 +155,7 @@ def test_counts_of_a_function() -> None:
         ("other", "IMAD.SHL.U32 R4,R5,0x2,RZ"),
         ("other", "IMAD.IADD R4,R5,0x1,R6"),
         ("select", "FSEL R4,R5,-INF,P0"),
+        ("other", "USEL UR4,UR5,URZ,UP0"),
         ("compare", "FSETP.GT.AND P0,PT,R4,R5,PT"),
         ("shuffle", "SHFL.BFLY PT,R4,R5,0x1,0x1f"),
         ("barrier", "BAR.SYNC.DEFER_BLOCKING R2,0x100"),

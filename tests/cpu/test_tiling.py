@@ -10,7 +10,9 @@ import pytest
 from schedules.tiling import CHIPS, TABLES, BlockConfig, choose
 
 ROWS = [(arch, row) for arch, table in TABLES.items() for row in table]
-BASE = BlockConfig(128, tile_n=128, stages=2, consumers=2, producer_registers=24, consumer_registers=240)
+BASE = BlockConfig(
+    128, tile_n=128, stages=2, q_stages=2, consumers=2, producer_registers=24, consumer_registers=240
+)  # fmt: skip
 CHIP = CHIPS["sm_90a"]
 
 
@@ -48,13 +50,18 @@ def test_choose_refuses_a_head_dim_past_the_table():
         ({"head_dim": 272}, "head_dim 272 is not .* to 256"),
         ({"consumers": 0}, "0 consumer warpgroups"),
         ({"consumers": 4}, "4 consumer warpgroups"),
-        ({"stages": 4}, r"295936 bytes of shared memory, sm_90a has 232448"),
+        ({"stages": 4}, r"328704 bytes of shared memory, sm_90a has 232448"),
         ({"producer_registers": 20}, "setmaxnreg 20"),
         ({"producer_registers": 16}, "setmaxnreg 16"),
         ({"consumer_registers": 236}, "setmaxnreg 236"),
         ({"consumer_registers": 256}, "setmaxnreg 256"),
-        ({"consumers": 3, "consumer_registers": 168}, "67584 registers, sm_90a has 65536"),
-        ({"consumers": 3, "consumer_registers": 160}, "S, P and O need 160 registers, 160 leave too few"),
+        ({"q_stages": 4}, r"263168 bytes of shared memory, sm_90a has 232448"),
+        ({"producer_registers": 32}, "setmaxnreg wants 512 registers .* launched with 504"),
+        ({"consumers": 3, "q_stages": 1, "consumer_registers": 168}, "setmaxnreg wants 528 .* launched with 512"),
+        (
+            {"consumers": 3, "q_stages": 1, "consumer_registers": 160},
+            "S, P and O need 160 registers, 160 leave too few",
+        ),
         ({"tile_n": 176, "stages": 1, "consumer_registers": 216}, "S, P and O need 196 registers, 216 leave too few"),
     ],
 )
@@ -64,10 +71,16 @@ def test_what_does_not_fit_is_refused(changes, reason):
     assert found is not None and re.match(reason, found), found
 
 
-def test_shared_memory_is_q_two_rings_and_the_barriers():
+def test_setmaxnreg_asks_for_no_more_than_the_launch_gives():
+    """65536 registers are 170 a thread, of which a launch gives multiples of 8: 168 x 384, less than all of them."""
+    assert replace(BASE, producer_registers=40, consumer_registers=232).check(CHIP) is None
+    assert 128 * (32 + 2 * 240) == CHIP.registers and replace(BASE, producer_registers=32).check(CHIP) is not None
+
+
+def test_shared_memory_is_three_rings_and_the_barriers():
     assert BASE.tile_m == 128 and BASE.threads == 384
-    assert BASE.smem_bytes() == 128 * 128 * 2 + 2 * 2 * 128 * 128 * 2 + 1024
-    assert BASE.smem_bytes(element_bytes=1) == 128 * 128 + 2 * 2 * 128 * 128 + 1024
+    assert BASE.smem_bytes() == 2 * 128 * 128 * 2 + 2 * 2 * 128 * 128 * 2 + 1024
+    assert BASE.smem_bytes(element_bytes=1) == 2 * 128 * 128 + 2 * 2 * 128 * 128 + 1024
 
 
 def test_a_config_is_frozen():

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 
-from schedules.forward import Ring, Slot, Turn
+from schedules.forward import Ring, Slot, Turn, WorkRing
 from schedules.tiling import WARPGROUP
 from schedules.work import Work
+
+
+class Copy(NamedTuple):
+    """A TMA copy between tiles in global and slots in shared memory."""
+
+    atom: cute.CopyAtom
+    shared: cute.Tensor  # (TMA, slot)
+    tiles: cute.Tensor  # (TMA, tile, head, batch)
 
 
 class TmaRing(Ring):
@@ -54,40 +65,50 @@ class TmaRing(Ring):
 class TileRing(TmaRing):
     """K or V: one copy a slot."""
 
-    def __init__(self, barriers, stages, stage_bytes, consumer_warps, atom, shared, tiles, heads_per_kv_head) -> None:
+    def __init__(self, barriers, stages, stage_bytes, consumer_warps, copy: Copy, heads_per_kv_head: Int32) -> None:
         super().__init__(barriers, stages, stage_bytes, consumer_warps)
-        self.atom = atom
-        self.shared = shared  # (TMA, stage)
-        self.tiles = tiles  # (TMA, tile, kv_head, batch)
+        self.copy = copy
         self.heads_per_kv_head = heads_per_kv_head
 
     def load(self, slot: Slot, work: Work, tile: int) -> None:
         cute.copy(
-            self.atom,
-            self.tiles[None, tile, work.head // self.heads_per_kv_head, work.batch],
-            self.shared[None, slot.stage],
+            self.copy.atom,
+            self.copy.tiles[None, tile, work.head // self.heads_per_kv_head, work.batch],
+            self.copy.shared[None, slot.stage],
             tma_bar_ptr=self.full + slot.stage,
         )
 
 
-class QueryRing(TmaRing):
-    """Q: one slot of a 64-row copy for each consumer warpgroup."""
+class QueryRing(TmaRing, WorkRing):
+    """Q: a slot holds a 64-row copy for each consumer warpgroup, and a work tile in four integers beside it."""
 
-    def __init__(self, barriers, stage_bytes, consumer_warps, atom, shared, tiles, warpgroups) -> None:
-        super().__init__(barriers, 1, stage_bytes, consumer_warps)
-        self.atom = atom
-        self.shared = shared  # (TMA, warpgroup)
-        self.tiles = tiles  # (TMA, 64 rows, head, batch)
-        self.warpgroups = warpgroups
+    def __init__(self, barriers, stages, stage_bytes, consumer_warps, copy: Copy, posted: cute.Tensor) -> None:
+        super().__init__(barriers, stages, stage_bytes, consumer_warps)
+        self.copy = copy  # its tiles and slots are of 64 rows
+        self.warpgroups = consumer_warps * 32 // WARPGROUP
+        self.posted = posted  # (field, stage) in shared memory
 
     def load(self, slot: Slot, work: Work, tile: int) -> None:
         for warpgroup in range(self.warpgroups):
             cute.copy(
-                self.atom,
-                self.tiles[None, tile * self.warpgroups + warpgroup, work.head, work.batch],
-                self.shared[None, warpgroup],
+                self.copy.atom,
+                self.copy.tiles[None, tile * self.warpgroups + warpgroup, work.head, work.batch],
+                self.copy.shared[None, self.place(slot, warpgroup)],
                 tma_bar_ptr=self.full + slot.stage,
             )
+
+    def place(self, slot: Slot, warpgroup: Int32) -> Int32:
+        """The part of a slot that holds the rows of a warpgroup, among those of all slots."""
+        return slot.stage * self.warpgroups + warpgroup
+
+    def post(self, slot: Slot, work: Work) -> None:
+        # The elected thread is the one that arrives in `commit`, and its arrival releases what it wrote.
+        with cute.arch.elect_one():
+            for i, field in enumerate(work):
+                self.posted[i, slot.stage] = Int32(field)
+
+    def work(self, slot: Slot) -> Work:
+        return Work(*(cute.arch.make_warp_uniform(self.posted[i, slot.stage]) for i in range(len(Work._fields))))
 
 
 class PingPong(Turn):

@@ -4,9 +4,9 @@
     k, v    [B, Sk, Hkv, D]  likewise
     lse     [B, Hq, Sq]      float32, natural logarithm; with an Sq of 0 it is not written
 
-One CTA computes one work tile: `tile_m` queries of one head. Batch, lengths, head counts, strides, scale and the width
-of the last tile are run-time values; a head dim below that of the tile is filled up with zeros by TMA and clipped when
-O is stored.
+The CTAs, one a multiprocessor, compute work tiles of `tile_m` queries of one head until a counter says that there are
+no more. Batch, lengths, head counts, strides, scale and the width of the last tile are run-time values; a head dim
+below that of the tile is filled up with zeros by TMA and clipped when O is stored.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
-from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 
 from fmha.kernels.sm90 import softmax
-from fmha.kernels.sm90.barriers import PingPong, QueryRing, TileRing
+from fmha.kernels.sm90.barriers import Copy, PingPong, QueryRing, TileRing
 from schedules.domain import DOMAINS, Section, Visits
 from schedules.forward import Attend, Load, Slot
 from schedules.tiling import ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
@@ -32,24 +33,47 @@ WARPS_PER_WARPGROUP = WARPGROUP // 32
 
 
 class TmaLoad(Load):
-    """The producer warp."""
+    """The producer warp. `counter` counts the work tiles taken beyond the first of each CTA, from `base` on."""
 
-    def __init__(self, q: QueryRing, k: TileRing, v: TileRing) -> None:
-        self.q = q
-        self.k = k
-        self.v = v
+    def __init__(self, rings, domain, lengths, grid, counter, base) -> None:
+        self.q, self.k, self.v = rings
+        self.domain = domain
+        self.seqlen_q, self.seqlen_k = lengths
+        self.grid = grid  # (q_tiles, heads, batches, group)
+        self.counter = counter
+        self.base = base
+        self.lane = cute.arch.lane_idx()
+
+    def first_work(self) -> Work:
+        return work_of(cute.arch.block_idx()[0], *self.grid)
+
+    @cute.jit
+    def take(self):
+        taken = Int32(0)
+        if self.lane == 0:
+            taken = self.count()
+        return cute.arch.shuffle_sync(taken, 0)
+
+    def count(self) -> Int32:
+        return Int32(cute.arch.atomic_add(self.counter.iterator.llvm_ptr, Int32(1)))
+
+    def next_work(self) -> Work:
+        return work_of(cute.arch.grid_dim()[0] + self.take() - self.base, *self.grid)
+
+    def visits(self, work: Work) -> Visits:
+        return self.domain.visits(work.q_tile, self.seqlen_q, self.seqlen_k)
 
 
 class WgmmaAttend(Attend):
     """A consumer warpgroup. Register tensors: `s` (64 x tile_n), `o` (64 x head_dim), `p`, `row_maximum`, `row_sum`."""
 
-    def __init__(self, kernel, rings, turn, operands, store, domain, lengths, scale_log2, warpgroup_index) -> None:
+    def __init__(self, kernel, rings, turn, operands, store, lengths, scale_log2, warpgroup_index) -> None:
         self.kernel = kernel
         self.q, self.k, self.v = rings
         self.turn = turn
-        self.sq, self.sk, self.sv = operands  # descriptors (MMA, MMA_M|N, MMA_K, stage)
+        self.sq, self.sk, self.sv = operands
         self.store = store
-        self.domain = domain
+        self.domain = kernel.domain
         self.seqlen_q, self.seqlen_k = lengths
         self.scale_log2 = scale_log2
         self.warpgroup_index = warpgroup_index
@@ -59,9 +83,7 @@ class WgmmaAttend(Attend):
         config = kernel.config
         self.s = kernel.qk.make_fragment_C(kernel.qk.partition_shape_C((ROWS_PER_WARPGROUP, config.tile_n)))
         self.o = kernel.pv.make_fragment_C(kernel.pv.partition_shape_C((ROWS_PER_WARPGROUP, config.head_dim)))
-        self.p = cute.make_rmem_tensor(
-            kernel.pv.partition_shape_A((ROWS_PER_WARPGROUP, config.tile_n)), kernel.dtype
-        )
+        self.p = cute.make_rmem_tensor(kernel.pv.partition_shape_A((ROWS_PER_WARPGROUP, config.tile_n)), kernel.dtype)
         self.row_maximum = cute.make_rmem_tensor(softmax.ROWS, Float32)  # log2, scaled
         self.row_grown = cute.make_rmem_tensor(softmax.ROWS, Float32)  # the same, this tile included
         self.row_sum = cute.make_rmem_tensor(softmax.ROWS, Float32)  # of this thread's columns
@@ -71,21 +93,28 @@ class WgmmaAttend(Attend):
         tile = work.q_tile * self.kernel.config.tile_m + self.warpgroup_index * ROWS_PER_WARPGROUP
         return tile + (self.thread // 32) * 16 + self.lane // 4 + 8 * r
 
-    def start(self, work: Work) -> None:
+    def visits(self, work: Work) -> Visits:
+        return self.domain.visits(work.q_tile, self.seqlen_q, self.seqlen_k)
+
+    def start(self) -> None:
         self.o.fill(0.0)
         for r in range(softmax.ROWS):
             self.row_maximum[r] = Float32(softmax.FLOOR)
             self.row_sum[r] = Float32(0.0)
 
+    def q_place(self, slot: Slot) -> Int32:
+        """This warpgroup's 64 rows of a Q slot."""
+        return self.q.place(slot, self.warpgroup_index)
+
     def fence(self) -> None:
         warpgroup.fence()
 
-    def issue_qk(self, slot: Slot) -> None:
+    def issue_qk(self, q_slot: Slot, slot: Slot) -> None:
         for k in range(cute.size(self.sq, mode=[2])):
             cute.gemm(
                 self.kernel.qk_first if k == 0 else self.kernel.qk,
                 self.s,
-                self.sq[None, None, k, self.warpgroup_index],
+                self.sq[None, None, k, self.q_place(q_slot)],
                 self.sk[None, None, k, slot.stage],
                 self.s,
             )
@@ -148,10 +177,10 @@ class WgmmaAttend(Attend):
                 self.o[at] = softmax.select(blind, Float32(0.0), self.o[at] * inverse)
             self.store.lse(work, row, softmax.select(blind, Float32(-Float32.inf), lse), self.lane)
 
-    def stage_o(self) -> None:
+    def stage_o(self, slot: Slot) -> None:
         rounded = cute.make_rmem_tensor(self.o.layout, self.kernel.dtype)
         softmax.pack(self.o, rounded, self.kernel.dtype)
-        self.store.stage(rounded, self.thread, self.warpgroup_index)
+        self.store.stage(rounded, self.thread, self.q_place(slot))
 
     def publish_o(self) -> None:
         cute.arch.fence_view_async_shared()
@@ -160,36 +189,33 @@ class WgmmaAttend(Attend):
             number_of_threads=WARPGROUP,
         )
 
-    def store_o(self, work: Work) -> None:
-        self.store.start(work, self.thread, self.warpgroup_index)
+    def store_o(self, slot: Slot, work: Work) -> None:
+        tile = work.q_tile * self.kernel.config.consumers + self.warpgroup_index
+        self.store.start(work, self.thread, tile, self.q_place(slot))
 
     def drain(self) -> None:
         self.store.drain(self.thread)
 
 
 class OutputStore:
-    """Registers to shared memory to global memory, and the LSE."""
+    """The way of O from registers through shared to global memory, and that of the LSE."""
 
-    def __init__(self, kernel, atom, so, tiles, shared, lse) -> None:
+    def __init__(self, kernel: ForwardKernel, copy: Copy, so: cute.Tensor, lse: cute.Tensor) -> None:
         self.kernel = kernel
-        self.atom = atom
-        self.so = so  # (64, head_dim, warpgroup), swizzled
-        self.tiles = tiles  # (TMA, 64 rows, head, batch)
-        self.shared = shared  # (TMA, warpgroup)
+        self.copy = copy
+        self.so = so  # (64, head_dim, slot), swizzled
         self.mlse = lse  # (B, H, Sq)
 
-    def stage(self, rounded: cute.Tensor, thread: Int32, warpgroup_index: Int32) -> None:
+    def stage(self, rounded: cute.Tensor, thread: Int32, place: Int32) -> None:
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.kernel.dtype)
         copy = cute.make_tiled_copy_C(atom, self.kernel.pv).get_slice(thread)
-        cute.copy(atom, copy.retile(rounded), copy.partition_D(self.so[None, None, warpgroup_index]))
+        cute.copy(atom, copy.retile(rounded), copy.partition_D(self.so[None, None, place]))
 
     @cute.jit
-    def start(self, work: Work, thread: Int32, warpgroup_index: Int32):
+    def start(self, work: Work, thread: Int32, tile: Int32, place: Int32):
+        """By one warp, the same that drains."""
         if thread < 32:
-            tile = work.q_tile * self.kernel.config.consumers + warpgroup_index
-            cute.copy(
-                self.atom, self.shared[None, warpgroup_index], self.tiles[None, tile, work.head, work.batch]
-            )
+            cute.copy(self.copy.atom, self.copy.shared[None, place], self.copy.tiles[None, tile, work.head, work.batch])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -216,24 +242,17 @@ class ForwardKernel:
 
     def _make_mmas(self) -> None:
         """S = Q K^T from shared memory; O += P V with P from registers. `qk_first` overwrites its accumulators."""
-        major = warpgroup.OperandMajorMode
+        rows, k_major, mn_major = ROWS_PER_WARPGROUP, OperandMajorMode.K, OperandMajorMode.MN
 
-        def qk():
+        def mma(columns, v_major, source):
+            one = (1, 1, 1)  # a warpgroup each, side by side
             return sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, major.K, major.K, Float32, (1, 1, 1), (ROWS_PER_WARPGROUP, self.config.tile_n)
+                self.dtype, self.dtype, k_major, v_major, Float32, one, (rows, columns), source
             )
 
-        self.qk_first, self.qk = qk(), qk()
-        self.pv = sm90.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            major.K,
-            major.MN,
-            Float32,
-            (1, 1, 1),
-            (ROWS_PER_WARPGROUP, self.config.head_dim),
-            warpgroup.OperandSource.RMEM,
-        )
+        self.qk_first = mma(self.config.tile_n, k_major, warpgroup.OperandSource.SMEM)
+        self.qk = mma(self.config.tile_n, k_major, warpgroup.OperandSource.SMEM)
+        self.pv = mma(self.config.head_dim, mn_major, warpgroup.OperandSource.RMEM)
 
     def set_accumulate(self) -> None:
         self.qk_first.set(warpgroup.Field.ACCUMULATE, False)
@@ -250,13 +269,21 @@ class ForwardKernel:
         lse: cute.Tensor,
         scale_log2: Float32,
         head_group: Int32,
+        counter: cute.Tensor,
+        base: Int32,
+        multiprocessors: Int32,
         stream,
     ):
         config = self.config
         rows, keys, dims = ROWS_PER_WARPGROUP, config.tile_n, config.head_dim
         self._make_mmas()
-        q, k, v, o = [_modes(t, order) for t, order in ((q, (1, 3, 2, 0)), (k, (1, 3, 2, 0)), (v, (3, 1, 2, 0)), (o, (1, 3, 2, 0)))]
-        sq_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, keys, dims), self.dtype, config.consumers)
+        q, k, v, o = [
+            _modes(t, order)
+            for t, order in ((q, (1, 3, 2, 0)), (k, (1, 3, 2, 0)), (v, (3, 1, 2, 0)), (o, (1, 3, 2, 0)))
+        ]
+        sq_layout = sm90.make_smem_layout_a(
+            LayoutEnum.ROW_MAJOR, (rows, keys, dims), self.dtype, config.q_stages * config.consumers
+        )
         sk_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (rows, keys, dims), self.dtype, config.stages)
         sv_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (rows, dims, keys), self.dtype, config.stages)
 
@@ -267,7 +294,7 @@ class ForwardKernel:
         v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.slice_(sv_layout, stage), (dims, keys))
         o_atom, o_tma = cpasync.make_tiled_tma_atom(save, o, cute.slice_(sq_layout, stage), (rows, dims))
 
-        q_tiles = cute.ceil_div(q.shape[0], config.tile_m)
+        work_tiles = cute.ceil_div(q.shape[0], config.tile_m) * q.shape[2] * q.shape[3]
         self.kernel(
             (q_atom, k_atom, v_atom, o_atom),
             (q_tma, k_tma, v_tma, o_tma),
@@ -276,65 +303,68 @@ class ForwardKernel:
             (self.qk_first, self.qk, self.pv),
             scale_log2,
             head_group,
+            counter,
+            base,
         ).launch(
-            grid=(q_tiles * q.shape[2] * q.shape[3], 1, 1),
+            grid=(cutlass.min(work_tiles, multiprocessors), 1, 1),
             block=(config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
 
     @cute.kernel
-    def kernel(self, atoms, tensors, lse, layouts, mmas, scale_log2: Float32, head_group: Int32):
-        config = self.config
+    def kernel(self, atoms, tensors, lse, layouts, mmas, scale_log2: Float32, head_group: Int32, counter, base: Int32):
         self.qk_first, self.qk, self.pv = mmas
-        q_atom, k_atom, v_atom, o_atom = atoms
-        mq, mk, mv, mo = tensors  # (S, D, H, B), v (D, S, H, B)
-        sq_layout, sk_layout, sv_layout = layouts
-
+        mq, mk, _, _ = tensors  # (S, D, H, B)
         allocator = SmemAllocator()
-        barriers = allocator.allocate_array(cutlass.Int64, 2 + 4 * config.stages)
-        sq = allocator.allocate_tensor(self.dtype, sq_layout.outer, 1024, sq_layout.inner)
-        sk = allocator.allocate_tensor(self.dtype, sk_layout.outer, 1024, sk_layout.inner)
-        sv = allocator.allocate_tensor(self.dtype, sv_layout.outer, 1024, sv_layout.inner)
+        barriers = allocator.allocate_array(cutlass.Int64, 2 * self.config.q_stages + 4 * self.config.stages)
+        posted = allocator.allocate_tensor(Int32, cute.make_layout((len(Work._fields), self.config.q_stages)), 16)
+        shared = [allocator.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner) for layout in layouts]
+        copies = self._copies(atoms, tensors, shared)
+        rings = self._rings(barriers, posted, copies, heads_per_kv_head=mq.shape[2] // mk.shape[2])
 
-        rows, keys, dims = ROWS_PER_WARPGROUP, config.tile_n, config.head_dim
-        gq = cute.local_tile(mq, (rows, dims), (None, 0, None, None))
-        gk = cute.local_tile(mk, (keys, dims), (None, 0, None, None))
-        gv = cute.local_tile(mv, (dims, keys), (0, None, None, None))
-        go = cute.local_tile(mo, (rows, dims), (None, 0, None, None))
-        q_shared, q_global = _tma_partition(q_atom, sq, gq)
-        k_shared, k_global = _tma_partition(k_atom, sk, gk)
-        v_shared, v_global = _tma_partition(v_atom, sv, gv)
-        o_shared, o_global = _tma_partition(o_atom, sq, go)
-
-        element = self.dtype.width // 8
-        warps = config.consumers * WARPS_PER_WARPGROUP
-        tile_bytes = keys * dims * element
-        heads = mq.shape[2]
-        group = heads // mk.shape[2]
-        q_ring = QueryRing(barriers, config.tile_m * dims * element, warps, q_atom, q_shared, q_global, config.consumers)
-        k_ring = TileRing(barriers + 2, config.stages, tile_bytes, warps, k_atom, k_shared, k_global, group)
-        v_ring = TileRing(
-            barriers + 2 + 2 * config.stages, config.stages, tile_bytes, warps, v_atom, v_shared, v_global, group
-        )
-        seqlen_q, seqlen_k = mq.shape[0], mk.shape[0]
         index = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP - 1
-        turn = PingPong(index, config.consumers)
-        store = OutputStore(self, o_atom, sq, o_global, o_shared, lse)
+        turn = PingPong(index, self.config.consumers)
+        store = OutputStore(self, copies[3], shared[0], lse)
+        lengths = (mq.shape[0], mk.shape[0])
+        attend = WgmmaAttend(self, rings, turn, self._operands(*shared), store, lengths, scale_log2, index)
+        grid = (cute.ceil_div(mq.shape[0], self.config.tile_m), mq.shape[2], mq.shape[3], head_group)
+        load = TmaLoad(rings, self.domain, lengths, grid, counter, base)
+        Cta(self.config, rings, turn, load, attend).run()
+
+    def _copies(self, atoms, tensors, shared) -> list[Copy]:
+        """Those of Q, K, V and O, whose slots are Q's."""
+        rows, keys, dims = ROWS_PER_WARPGROUP, self.config.tile_n, self.config.head_dim
+        sq, sk, sv = shared
+        by_rows = (None, 0, None, None)  # of (S, D, H, B); V is (D, S, H, B)
+        cuts = (((rows, dims), by_rows), ((keys, dims), by_rows), ((dims, keys), (0, None, None, None)))
+        copies = []
+        for atom, tensor, slots, (tile, at) in zip(atoms, tensors, (sq, sk, sv, sq), (*cuts, cuts[0]), strict=True):
+            tiles = cute.group_modes(cute.local_tile(tensor, tile, at), 0, 2)
+            one = cute.make_layout(1)  # CTA: no multicast
+            copies.append(Copy(atom, *cpasync.tma_partition(atom, 0, one, cute.group_modes(slots, 0, 2), tiles)))
+        return copies
+
+    def _rings(self, barriers, posted, copies, heads_per_kv_head) -> tuple[QueryRing, TileRing, TileRing]:
+        config = self.config
+        warps = config.consumers * WARPS_PER_WARPGROUP
+        row_bytes = config.head_dim * self.dtype.width // 8
+        q, k, v, _ = copies
+        q_ring = QueryRing(barriers, config.q_stages, config.tile_m * row_bytes, warps, q, posted)
+        k_barriers = barriers + 2 * config.q_stages
+        v_barriers = k_barriers + 2 * config.stages
+        k_ring = TileRing(k_barriers, config.stages, config.tile_n * row_bytes, warps, k, heads_per_kv_head)
+        v_ring = TileRing(v_barriers, config.stages, config.tile_n * row_bytes, warps, v, heads_per_kv_head)
+        return q_ring, k_ring, v_ring
+
+    def _operands(self, sq, sk, sv) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """Descriptors of the MMAs' operands in shared memory."""
         qk, pv = self.qk.get_slice(0), self.pv.get_slice(0)
-        operands = (
-            qk.make_fragment_A(qk.partition_A(sq)),
-            qk.make_fragment_B(qk.partition_B(sk)),
-            pv.make_fragment_B(pv.partition_B(sv)),
+        return (
+            qk.make_fragment_A(qk.partition_A(sq)),  # (MMA, MMA_M, MMA_K, slot)
+            qk.make_fragment_B(qk.partition_B(sk)),  # (MMA, MMA_N, MMA_K, slot)
+            pv.make_fragment_B(pv.partition_B(sv)),  # (MMA, MMA_N, MMA_K, slot)
         )
-        rings = (q_ring, k_ring, v_ring)
-        attend = WgmmaAttend(
-            self, rings, turn, operands, store, self.domain, (seqlen_q, seqlen_k), scale_log2, index
-        )
-        q_tiles = cute.ceil_div(seqlen_q, config.tile_m)
-        work = work_of(cute.arch.block_idx()[0], q_tiles, heads, mq.shape[3], head_group)
-        visits = self.domain.visits(work.q_tile, seqlen_q, seqlen_k)
-        Cta(config, rings, turn, TmaLoad(*rings), attend).run(work, visits)
 
 
 class Cta:
@@ -353,7 +383,7 @@ class Cta:
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
-    def run(self, work: Work, visits: Visits):
+    def run(self):
         thread = cute.arch.thread_idx()[0]
         if thread == 0:
             self.init_barriers()
@@ -362,22 +392,15 @@ class Cta:
         if warp_index < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp_index == 0:
-                self.load.run(work, visits)
+                self.load.run()
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.attend.kernel.set_accumulate()
             if warp_index >= self.config.consumers * WARPS_PER_WARPGROUP:
                 self.turn.seed()
-            self.attend.run(work, visits)
+            self.attend.run()
 
 
 def _modes(tensor: cute.Tensor, order: tuple[int, ...]) -> cute.Tensor:
     """The same tensor with its modes in another order."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(order)))
-
-
-def _tma_partition(atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """(TMA, stage) in shared memory and (TMA, tile, head, batch) in global memory."""
-    return cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-    )
