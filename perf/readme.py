@@ -92,7 +92,8 @@ def tests_line(record: dict[str, Any]) -> str:
     worst = ", ".join(f"{entry['worst_ratio']:.2f} ({dtype})" for dtype, entry in checked.items())
     return (
         f"`python -m pytest tests/gpu` on an {record['gpu']}, driver {record['driver']}, {record['date']}, sources "
-        f"`{record['source']}`: {outcomes['passed']} passed, {outcomes['failed']} failed, {outcomes['skipped']} skipped; "
+        f"`{record['source']}`: {outcomes['passed']} passed, {outcomes['failed']} failed, {outcomes['skipped']} "
+        "skipped; "
         f"{sum(entry['checked'] for entry in checked.values())} problems against the float64 oracle, the largest error "
         f"as a multiple of torch's own: {worst}."
     )

@@ -67,7 +67,8 @@ class Buffer:
     name: str
     data: np.ndarray
     fence: Fence
-    tile: int | None = None  # the tile it holds
+    tile: int | None = None  # the tile it holds,
+    work: object = None  # and the work tile that is for
 
     def overlaps(self, other: Buffer) -> bool:
         return np.may_share_memory(self.data, other.data)

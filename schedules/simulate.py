@@ -1,41 +1,32 @@
 """Runs the role programs of `schedules.forward` on a CPU: NumPy numbers, and an objection to every race in them.
 
 Each role of the forward kernel is subclassed with operations on the model of `schedules.machine`, as
-`fmha.kernels.sm90.forward` subclasses it with CuTe ones; the programs are the same. What the barriers say and what is
-true are kept apart: a ring slot knows which consumers have waited for it and which have not released it, whatever its
-barriers let pass.
+`fmha.kernels.sm90.forward` subclasses it with CuTe ones; the programs are the same.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from schedules.domain import Causal, Dense, Section, Visits
-from schedules.forward import Attend, Load, Ring, Slot, Turn
-from schedules.machine import (
-    Buffer,
-    CountError,
-    Event,
-    Fence,
-    Flight,
-    Hazard,
-    Machine,
-    Mbarrier,
-    NamedBarrier,
-    OrderError,
-    TileError,
-    Until,
-    Wgmma,
-)
+from schedules.forward import Attend, Load, Slot
+from schedules.machine import Buffer, CountError, Event, Fence, Flight, Machine, TileError, Until, Wgmma
+from schedules.rings import ELEMENT_BYTES, Counts, NumpyRing, NumpyTurn, NumpyWorkRing, Source, Turnstile
 from schedules.tiling import WARPGROUP, BlockConfig
 from schedules.work import Work, work_of
 
-SMALL = BlockConfig(16, tile_n=16, stages=2, consumers=2, producer_registers=24, consumer_registers=240)
+AnyRing = TypeVar("AnyRing", bound=NumpyRing)
+
+# Small problems in milliseconds.
+SMALL = BlockConfig(16, tile_n=16, stages=2, q_stages=2, consumers=2, producer_registers=24, consumer_registers=240)
 FLOOR = -(2.0**120)  # below every score, and finite: a row that sees nothing subtracts it without producing NaN
 
 # Nominal times for the "steady" policy, of 64 queries and a 128 x 128 tile, in units of 64 cycles of an H100: an MMA is
@@ -53,276 +44,105 @@ COSTS = {
 }
 
 
-# -- rings and turns ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class RingSlot:
-    """A slot as it truly is, whatever its barriers say."""
-
-    name: str
-    parts: Sequence[Buffer]  # one copy each
-    full: Mbarrier
-    empty: Mbarrier
-    announced: int = 0  # bytes of this use, until they are compared
-    issued: int = 0
-    owed: set[str] = field(default_factory=set)  # consumers that have not released this use
-    readers: set[str] = field(default_factory=set)  # those of them that have waited for it
-
-    @property
-    def tile(self) -> int | None:
-        return self.parts[0].tile
-
-    def tally(self, machine: Machine, announced: int = 0, issued: int = 0) -> None:
-        """Compares the bytes announced with those copied, whichever comes first."""
-        self.announced += announced
-        self.issued += issued
-        if self.announced and self.issued:
-            if self.announced != self.issued:
-                machine.fail(CountError, f"{self.name}: {self.announced} bytes announced, {self.issued} copied")
-            self.announced = self.issued = 0
-
-
-class NumpyRing(Ring):
-    """A ring of slots that asynchronous copies fill from `source(work, tile)`, one array for each part of a slot."""
-
-    def __init__(
-        self,
-        cta: Cta,
-        name: str,
-        stages: int,
-        parts: int,
-        rows: int,
-        source: Callable[[Work, int], list[np.ndarray]],
-        tiles: int,
-        once: bool = False,
-    ) -> None:
-        """`tiles` can be loaded, each into `parts` buffers of `rows`; filled only `once`, slots are never released."""
-        self.machine = cta.machine
-        self.name = name
-        self.stages = stages
-        self.source = source
-        self.tiles = tiles
-        self.once = once
-        self.consumers = cta.names
-        self.release_arrivals = cta.WARPS
-        self.slots = [self._slot(cta, f"{name}[{stage}]", parts, rows) for stage in range(stages)]
-        self.slot_bytes = cta.slot_bytes(self.slots[0].parts)
-
-    def _slot(self, cta: Cta, name: str, parts: int, rows: int) -> RingSlot:
-        names = [f"{name}.{i}" if parts > 1 else name for i in range(parts)]
-        buffers = [Buffer(n, np.full((rows, cta.config.head_dim), math.nan), Fence.PROXY) for n in names]
-        full = Mbarrier(cta.machine, f"{name} full", cta.FULL_ARRIVALS)
-        return RingSlot(name, buffers, full, Mbarrier(cta.machine, f"{name} empty", cta.empty_arrivals()))
-
-    def at(self, slot: Slot) -> RingSlot:
-        if not 0 <= slot.stage < self.stages:
-            self.machine.actor.doing = f"use {self.name}[{slot.stage}]"
-            self.machine.fail(Hazard, f"{self.name} has stages 0 to {self.stages - 1}")
-        return self.slots[slot.stage]
-
-    def acquire(self, slot: Slot) -> None:
-        here = self.at(slot)
-        self.machine.op(f"acquire {here.name}", until=here.empty.completed(slot.parity ^ 1))
-
-    def load(self, slot: Slot, work: Work, tile: int) -> None:
-        """PTX cp.async.bulk.tensor: what the slot held is gone from now on, the tile is there when the bytes are."""
-        here = self.at(slot)
-        self.machine.op(f"issue load {here.name}", tile)
-        if not 0 <= tile < self.tiles:
-            self.machine.fail(TileError, f"{self.name} has tiles 0 to {self.tiles - 1}")
-        if here.owed:
-            self.machine.fail(Hazard, f"refills {here.name}, not released by {', '.join(sorted(here.owed))}")
-        here.owed, here.readers = set(self.consumers), set()
-        for part, rows in zip(here.parts, self.source(work, tile), strict=True):
-            self._copy(here, part, rows, tile)
-        here.tally(self.machine, issued=Cta.ELEMENT_BYTES * sum(part.data.size for part in here.parts))
-
-    def _copy(self, here: RingSlot, part: Buffer, rows: np.ndarray, tile: int) -> None:
-        def effect() -> None:
-            part.data[:] = rows
-            here.full.complete_bytes(Cta.ELEMENT_BYTES * part.data.size)
-            self.machine.retire([flight])  # from here on the barrier knows
-
-        flight = self.machine.issue("tma", f"load {part.name}", tile, effect, writes=[part])
-        part.data[:], part.tile = math.nan, tile
-
-    def commit(self, slot: Slot) -> None:
-        """PTX mbarrier.arrive.expect_tx."""
-        here = self.at(slot)
-        self.machine.op(f"commit {here.name}")
-        here.tally(self.machine, announced=self.slot_bytes)
-        here.full.arrive(expect_bytes=self.slot_bytes)
-
-    def wait(self, slot: Slot) -> None:
-        here = self.at(slot)
-        self.machine.op(f"wait {here.name}", until=here.full.completed(slot.parity))
-        me = self.machine.actor
-        me.tile = here.tile
-        if me.name not in here.owed:
-            self.machine.fail(Hazard, f"the wait passed, but nothing was loaded since {me.name} released {here.name}")
-        here.readers.add(me.name)
-
-    def read(self, slot: Slot, part: int = 0) -> Buffer:
-        """What an MMA of the running role is about to read."""
-        here = self.at(slot)
-        if self.machine.actor.name not in here.readers:
-            self.machine.fail(Hazard, f"reads {here.name} without having waited for it, or after releasing it")
-        return here.parts[part]
-
-    def release(self, slot: Slot) -> None:
-        """PTX mbarrier.arrive, by one lane of every warp."""
-        here = self.at(slot)
-        self.machine.op(f"release {here.name}", here.tile)
-        me = self.machine.actor.name
-        for flight in self.machine.reading(here.parts):
-            self.machine.fail(Hazard, f"releases {here.name} while {flight} is in flight")
-        if me not in here.readers:
-            self.machine.fail(CountError, f"releases {here.name} without holding it")
-        here.owed.remove(me)
-        here.readers.remove(me)
-        here.empty.arrive(self.release_arrivals)
-
-    def settle(self) -> None:
-        """At exit every use has been released, and every arrival and every byte has found its phase."""
-        for here in self.slots:
-            for barrier in (here.full, here.empty):
-                if not barrier.at_rest():
-                    raise CountError(f"exit: {barrier}")
-            if left := here.owed - (here.readers if self.once else set()):
-                raise CountError(f"exit: {here.name}, tile {here.tile}, was not released by {', '.join(sorted(left))}")
-
-
-class Turnstile:
-    """The named barriers of a CTA's turns: each warpgroup syncs on its own, its predecessor arrives there."""
-
-    def __init__(self, machine: Machine, names: Sequence[str], threads: int) -> None:
-        self.machine = machine
-        self.barriers = [NamedBarrier(machine, f"turn of {name}", threads) for name in names]
-        self.holder: str | None = None
-
-    def settle(self) -> None:
-        """The token that opened the first turn is left, at the barrier of the first warpgroup."""
-        left = [sum(barrier.arrived.values()) for barrier in self.barriers]
-        if len(left) > 1 and left != [WARPGROUP] + [0] * (len(left) - 1):
-            raise CountError(f"exit: {left} threads have arrived for another turn, only one warpgroup at the first may")
-
-
-class NumpyTurn(Turn):
-    """The turn of one warpgroup. A single warpgroup has nobody to take turns with."""
-
-    def __init__(self, turnstile: Turnstile, index: int) -> None:
-        self.turnstile = turnstile
-        self.machine = turnstile.machine
-        self.barrier = turnstile.barriers[index]
-        self.after = turnstile.barriers[(index + 1) % len(turnstile.barriers)]
-        self.alone = self.after is self.barrier
-
-    def seed(self) -> None:
-        """By the last warpgroup, once, before its first turn: opens the first one's."""
-        if not self.alone:
-            self.after.arrive(WARPGROUP)
-
-    def take(self) -> None:
-        if not self.alone:
-            self.barrier.sync("turn.take", WARPGROUP)
-            if self.turnstile.holder:
-                self.machine.fail(OrderError, f"takes the turn that {self.turnstile.holder} holds")
-            self.turnstile.holder = self.machine.actor.name
-
-    def give(self) -> None:
-        if not self.alone:
-            self.machine.op("turn.give")
-            self.check()
-            self.turnstile.holder = None
-            self.after.arrive(WARPGROUP)
-
-    def check(self) -> None:
-        """QK MMAs are issued in turn: that is what puts one warpgroup's softmax beside another's MMAs."""
-        if not self.alone and self.turnstile.holder != self.machine.actor.name:
-            self.machine.fail(OrderError, f"it is the turn of {self.turnstile.holder or 'nobody'}")
-
-
 # -- roles -------------------------------------------------------------------------------------------------------------
 
 
 class NumpyLoad(Load):
     """The producer warp."""
 
-    def __init__(self, q: NumpyRing, k: NumpyRing, v: NumpyRing) -> None:
-        self.q, self.k, self.v = q, k, v
+    q: NumpyWorkRing
+    k: NumpyRing
+    v: NumpyRing
+
+    def __init__(self, cta: Cta) -> None:
+        self.cta = cta
+        self.q, self.k, self.v = cta.rings
+
+    def first_work(self) -> Work:
+        return next(self.cta.works)
+
+    def next_work(self) -> Work:
+        self.cta.machine.op("next_work")
+        return next(self.cta.works)
+
+    def visits(self, work: Work) -> Visits:
+        return self.cta.visits(work)
 
 
 class NumpyAttend(Attend):
     """A consumer warpgroup. Fragments: `s` (rows, tile_n), `p` likewise, `o` (rows, head_dim), in float64."""
 
-    q: NumpyRing
+    q: NumpyWorkRing
     k: NumpyRing
     v: NumpyRing
     turn: NumpyTurn
 
     def __init__(self, cta: Cta, index: int) -> None:
         config = cta.config
-        self.config, self.machine, self.tensors, self.domain = config, cta.machine, cta.tensors, cta.domain
+        self.cta, self.config, self.machine, self.tensors = cta, config, cta.machine, cta.tensors
         self.q, self.k, self.v = cta.rings
         self.turn = NumpyTurn(cta.turnstile, index)
         self.index = index
         self.mma = Wgmma(cta.machine)
-        rows = config.tile_m // config.consumers
-        shapes = {"S": (rows, config.tile_n), "P": (rows, config.tile_n), "O": (rows, config.head_dim)}
+        shapes = {"S": (cta.rows, config.tile_n), "P": (cta.rows, config.tile_n), "O": (cta.rows, config.head_dim)}
         self.s, self.p, self.o = (Buffer(name, np.full(n, math.nan), Fence.WGMMA) for name, n in shapes.items())
-        self.staged = Buffer("the staged O", self.q.slots[0].parts[index].data, Fence.PROXY)
-        self.row_maximum, self.row_grown, self.row_sum = np.zeros((3, rows, 1))
+        self.row_maximum, self.row_grown, self.row_sum = np.zeros((3, cta.rows, 1))
         self.stores: list[Flight] = []
-        self.seen: dict[str, list[int | None]] = {"QK": [], "PV": []}
+        self.seen: defaultdict[tuple[str, object], list[int | None]] = defaultdict(list)
 
-    def rows(self, work: Work) -> np.ndarray:
-        """The queries of this warpgroup, past the last one too."""
-        rows = len(self.row_sum)
-        return work.q_tile * self.config.tile_m + self.index * rows + np.arange(rows)
+    def queries(self, work: Work) -> np.ndarray:
+        """The rows of this warpgroup, past the last query too."""
+        return work.q_tile * self.config.tile_m + self.index * self.cta.rows + np.arange(self.cta.rows)
 
     def limits(self, work: Work) -> np.ndarray:
         """One past the last key that each query sees, as a column."""
         lengths = self.tensors.seqlen_q, self.tensors.seqlen_k
-        return np.array([[self.domain.hi(int(row), *lengths)] for row in self.rows(work)])
+        return np.array([[self.cta.domain.hi(int(row), *lengths)] for row in self.queries(work)])
 
-    def start(self, work: Work) -> None:
-        self.machine.op("start")
-        # All fragments, for the first MMA of a warpgroup needs a fence whatever came before (PTX: wgmma.fence).
+    def visits(self, work: Work) -> Visits:
+        return self.cta.visits(work)
+
+    def begin(self) -> None:
+        """The first MMA of a warpgroup needs a fence whatever came before it (PTX: wgmma.fence)."""
         self.machine.touch(writes=[self.s, self.p, self.o])
+
+    def start(self) -> None:
+        self.machine.op("start")
+        self.machine.touch(writes=[self.o])
         self.o.data[:] = 0
         self.row_maximum[:], self.row_sum[:] = FLOOR, 0
-        self.seen.update(QK=[], PV=[])
 
     def fence(self) -> None:
         self.machine.op("fence")
         self.machine.fence(Fence.WGMMA)
 
-    def issue_qk(self, slot: Slot) -> None:
+    def issue_qk(self, q_slot: Slot, slot: Slot) -> None:
         here = self.k.at(slot)
         self.machine.op(f"issue QK {here.name}", here.tile)
         self.turn.check()
-        q, k, tile = self.q.read(self.q.first(), self.index), self.k.read(slot), here.tile
+        q, k = self.q.read(q_slot, self.index), self.k.read(slot)
+        if q.work != k.work:
+            self.machine.fail(TileError, f"Q is of {q.work}, K of {k.work}")
 
         def effect() -> None:
             self.s.data[:] = q.data @ k.data.T
 
-        self.mma.issue("QK", tile, effect, [q, k], self.s)
-        self.s.tile = tile
-        self.seen["QK"].append(tile)
+        self.mma.issue("QK", k.tile, effect, [q, k], self.s)
+        self.s.tile, self.s.work = k.tile, k.work
+        self.seen["QK", k.work].append(k.tile)
 
     def issue_pv(self, slot: Slot) -> None:
         here = self.v.at(slot)
         self.machine.op(f"issue PV {here.name}", here.tile)
-        v, tile = self.v.read(slot), here.tile
-        if self.p.tile != tile:
-            self.machine.fail(TileError, f"P holds tile {self.p.tile}")
+        v = self.v.read(slot)
+        if (self.p.tile, self.p.work) != (v.tile, v.work):
+            self.machine.fail(TileError, f"P is of tile {self.p.tile} of {self.p.work}, V of {v.work}")
 
         def effect() -> None:
             self.o.data += self.p.data @ v.data
 
-        self.mma.issue("PV", tile, effect, [self.p, v], self.o)
-        self.seen["PV"].append(tile)
+        self.mma.issue("PV", v.tile, effect, [self.p, v], self.o)
+        self.seen["PV", v.work].append(v.tile)
 
     def commit(self) -> None:
         self.machine.op("commit")
@@ -334,8 +154,8 @@ class NumpyAttend(Attend):
     def row_max(self, section: Section, work: Work, tile: int) -> bool:
         self.machine.op(f"row_max {section.value}", tile)
         self.machine.touch(reads=[self.s], writes=[self.s])
-        if self.s.tile != tile:
-            self.machine.fail(TileError, f"S holds tile {self.s.tile}")
+        if (self.s.tile, self.s.work) != (tile, work):
+            self.machine.fail(TileError, f"S is of tile {self.s.tile} of {self.s.work}")
         if section is not Section.BODY:
             keys = tile * self.config.tile_n + np.arange(self.config.tile_n)
             self.s.data[keys >= self.limits(work)] = -math.inf
@@ -362,36 +182,44 @@ class NumpyAttend(Attend):
     def pack_p(self) -> None:
         self.machine.op("pack_p", self.s.tile)
         self.machine.touch(reads=[self.s], writes=[self.p])
-        self.p.data[:], self.p.tile = self.s.data, self.s.tile
+        self.p.data[:] = self.s.data
+        self.p.tile, self.p.work = self.s.tile, self.s.work
 
     def normalise(self, work: Work) -> None:
         self.machine.op("normalise")
         self.machine.touch(reads=[self.o], writes=[self.o])
-        total = self.domain.visits(work.q_tile, self.tensors.seqlen_q, self.tensors.seqlen_k).total
-        for mma, tiles in self.seen.items():
+        total = self.cta.visits(work).total
+        for mma in ("QK", "PV"):
+            tiles = self.seen[mma, work]
             if sorted(tile for tile in tiles if tile is not None) != list(range(total)):
                 self.machine.fail(TileError, f"{mma} visited the tiles {tiles}, not each of 0 to {total - 1} once")
         blind = self.limits(work) <= 0
         self.o.data[:] = np.where(blind, 0, self.o.data / self.row_sum)
         lse = np.where(blind, -math.inf, (self.row_maximum + np.log2(self.row_sum)) * math.log(2))
-        self.tensors.write("lse", work, self.rows(work), lse[:, 0])
+        self.tensors.write("lse", work, self.queries(work), lse[:, 0])
 
-    def stage_o(self) -> None:
+    def staged(self, slot: Slot) -> Buffer:
+        """O in the place of this warpgroup's rows of Q."""
+        return Buffer("the staged O", self.q.read(slot, self.index).data, Fence.PROXY)
+
+    def stage_o(self, slot: Slot) -> None:
         self.machine.op("stage_o")
-        self.machine.touch(reads=[self.o], writes=[self.staged])
-        self.staged.data[:] = self.o.data
+        staged = self.staged(slot)
+        self.machine.touch(reads=[self.o], writes=[staged])
+        staged.data[:] = self.o.data
 
     def publish_o(self) -> None:
         self.machine.op("publish_o")
         self.machine.fence(Fence.PROXY)
 
-    def store_o(self, work: Work) -> None:
+    def store_o(self, slot: Slot, work: Work) -> None:
         self.machine.op("issue store O", work.q_tile)
+        staged = self.staged(slot)
 
         def effect() -> None:
-            self.tensors.write("o", work, self.rows(work), self.staged.data)
+            self.tensors.write("o", work, self.queries(work), staged.data)
 
-        self.stores.append(self.machine.issue("tma", "store O", work.q_tile, effect, reads=[self.staged]))
+        self.stores.append(self.machine.issue("tma", "store O", work.q_tile, effect, reads=[staged]))
 
     def drain(self) -> None:
         """PTX cp.async.bulk.wait_group.read."""
@@ -422,14 +250,18 @@ class Tensors:
         if min(self.batch, self.seqlen_q, self.seqlen_k) < 1 or self.head_dim > config.head_dim:
             raise ValueError(f"q {self.q.shape}, k {self.k.shape}: B, Sq, Sk > 0 and D <= {config.head_dim} only")
 
-    @staticmethod
-    def box(tensor: np.ndarray, start: int, rows: int, dims: int) -> np.ndarray:
-        """`rows` of an (S, D) tensor from row `start`, filled up with zeros as TMA does."""
-        inside = tensor[start : start + rows]
-        return np.pad(inside, [(0, rows - inside.shape[0]), (0, dims - inside.shape[1])])
+    def box(self, tensor: np.ndarray, batch: int, head: int, start: int, rows: int, dims: int) -> np.ndarray:
+        """`rows` from row `start` of one head, zeros wherever they lie outside the tensor (PTX: tensor copies)."""
+        box = np.zeros((rows, dims))
+        if batch < self.batch and start >= 0:
+            inside = tensor[batch, start : start + rows, head]
+            box[: inside.shape[0], : self.head_dim] = inside
+        return box
 
     def write(self, what: str, work: Work, rows: np.ndarray, values: np.ndarray) -> None:
         """Rows past the last query are clipped, and so are columns past the last dimension."""
+        if not work.valid:
+            raise TileError(f"{what} of {work} is written, which is no work tile")
         rows = rows[rows < self.seqlen_q]
         self.writes[what][work.batch, work.head, rows] += 1
         if what == "o":
@@ -445,67 +277,87 @@ class Tensors:
 
 
 class Cta:
-    """The roles of one CTA, their shared memory and their barriers. Tests break one attribute or role at a time."""
+    """The roles of one CTA, their shared memory and their barriers. Tests break one of them at a time."""
 
     RING: type[NumpyRing] = NumpyRing
+    WORK_RING: type[NumpyWorkRing] = NumpyWorkRing
     LOAD: type[NumpyLoad] = NumpyLoad
     ATTEND: type[NumpyAttend] = NumpyAttend
-    ELEMENT_BYTES = 2
-    WARPS = WARPGROUP // 32  # of a consumer: one lane of each arrives when it releases a slot
-    FULL_ARRIVALS = 1
     TURN_THREADS = 2 * WARPGROUP
 
-    def __init__(self, tensors: Tensors, domain: Dense | Causal, config: BlockConfig, machine: Machine) -> None:
-        self.tensors, self.domain, self.config, self.machine = tensors, domain, config, machine
+    def __init__(
+        self, tensors: Tensors, domain: Dense | Causal, config: BlockConfig, machine: Machine, works: Iterator[Work]
+    ) -> None:
+        """`works` are the work tiles that this CTA gets when it asks; those after the last one are not valid."""
+        self.tensors, self.domain, self.config, self.machine, self.works = tensors, domain, config, machine, works
         self.names = [f"attend{i}" for i in range(config.consumers)]
-        rows, keys = config.tile_m // config.consumers, config.tile_n
-        q_tiles, kv_tiles = -(-tensors.seqlen_q // config.tile_m), max(1, -(-tensors.seqlen_k // keys))
+        self.rows = config.tile_m // config.consumers  # of a consumer
+        q_tiles, kv_tiles = -(-tensors.seqlen_q // config.tile_m), max(1, -(-tensors.seqlen_k // config.tile_n))
+        queries, keys = [self.rows] * config.consumers, [config.tile_n]
         k, v = self._key_source(tensors.k), self._key_source(tensors.v)
         self.rings = (
-            self.RING(self, "Q", 1, config.consumers, rows, self._query_source, q_tiles, once=True),
-            self.RING(self, "K", config.stages, 1, keys, k, kv_tiles),
-            self.RING(self, "V", config.stages, 1, keys, v, kv_tiles),
+            self._ring(self.WORK_RING, "Q", config.q_stages, queries, self._query_source, q_tiles),
+            self._ring(self.RING, "K", config.stages, keys, k, kv_tiles),
+            self._ring(self.RING, "V", config.stages, keys, v, kv_tiles),
         )
         self.turnstile = Turnstile(machine, self.names, self.TURN_THREADS)
-        self.load = self.LOAD(*self.rings)
+        self.load = self.LOAD(self)
         self.attend = [self.ATTEND(self, i) for i in range(config.consumers)]
 
+    def _ring(
+        self, kind: type[AnyRing], name: str, stages: int, rows: Sequence[int], source: Source, tiles: int
+    ) -> AnyRing:
+        """A ring whose slots are filled by one copy for each of `rows`."""
+
+        def part(stage: int, i: int) -> Buffer:
+            data = np.full((rows[i], self.config.head_dim), math.nan)
+            return Buffer(f"{name}[{stage}]" + (f".{i}" if len(rows) > 1 else ""), data, Fence.PROXY)
+
+        buffers = [[part(stage, i) for i in range(len(rows))] for stage in range(stages)]
+        counts = self.counts(sum(rows) * self.config.head_dim)
+        return kind(self.machine, name, buffers, source, tiles, self.names, counts)
+
+    def counts(self, elements: int) -> Counts:
+        """What the barriers of a ring count whose slots hold so many elements."""
+        warps = WARPGROUP // 32  # one lane of each arrives when its warpgroup releases a slot
+        return Counts(
+            full_arrivals=1,
+            slot_bytes=elements * ELEMENT_BYTES,
+            empty_arrivals=warps * self.config.consumers,
+            release_arrivals=warps,
+        )
+
     def _query_source(self, work: Work, tile: int) -> list[np.ndarray]:
-        queries, rows = self.tensors.q[work.batch, :, work.head], self.config.tile_m // self.config.consumers
-        starts = range(tile * self.config.tile_m, (tile + 1) * self.config.tile_m, rows)
-        return [self.tensors.box(queries, start, rows, self.config.head_dim) for start in starts]
+        starts = range(tile * self.config.tile_m, (tile + 1) * self.config.tile_m, self.rows)
+        box = functools.partial(self.tensors.box, self.tensors.q, work.batch, work.head)
+        return [box(start, self.rows, self.config.head_dim) for start in starts]
 
-    def _key_source(self, tensor: np.ndarray) -> Callable[[Work, int], list[np.ndarray]]:
-        heads_per_kv_head = self.tensors.heads // self.tensors.kv_heads
-        rows, dims = self.config.tile_n, self.config.head_dim
-
+    def _key_source(self, tensor: np.ndarray) -> Source:
         def source(work: Work, tile: int) -> list[np.ndarray]:
-            return [self.tensors.box(tensor[work.batch, :, work.head // heads_per_kv_head], tile * rows, rows, dims)]
+            head = work.head // (self.tensors.heads // self.tensors.kv_heads)
+            n = self.config.tile_n
+            return [self.tensors.box(tensor, work.batch, head, tile * n, n, self.config.head_dim)]
 
         return source
 
-    def slot_bytes(self, parts: Sequence[Buffer]) -> int:
-        """What a commit announces."""
-        return self.ELEMENT_BYTES * sum(part.data.size for part in parts)
-
-    def empty_arrivals(self) -> int:
-        """What frees a slot."""
-        return self.WARPS * self.config.consumers
+    def visits(self, work: Work) -> Visits:
+        return self.domain.visits(work.q_tile, self.tensors.seqlen_q, self.tensors.seqlen_k)
 
     def open_turns(self) -> None:
         """By the last warpgroup, before its program."""
         self.attend[-1].turn.seed()
 
-    def run(self, work: Work, visits: Visits) -> None:
-        """Every role's program for one work tile. Raises a `ScheduleError`."""
+    def run(self) -> None:
+        """Every role's program, to its end. Raises a `ScheduleError`."""
 
         def attend(role: NumpyAttend) -> None:
+            role.begin()
             if role is self.attend[-1]:
                 self.open_turns()
             with np.errstate(all="ignore"):  # as on the chip, infinities and NaN spread in silence
-                role.run(work, visits)
+                role.run()
 
-        self.machine.spawn("load", lambda: self.load.run(work, visits))
+        self.machine.spawn("load", self.load.run)
         for name, role in zip(self.names, self.attend, strict=True):
             self.machine.spawn(name, lambda role=role: attend(role))  # type: ignore[misc]
         self.machine.run()
@@ -530,6 +382,7 @@ def forward(
     scale: float | None = None,
     config: BlockConfig = SMALL,
     head_group: int = 1,
+    multiprocessors: int = 2,
     seed: int = 0,
     policy: str = "random",
     cta: type[Cta] = Cta,
@@ -537,20 +390,35 @@ def forward(
     """Attention by the role programs of `schedules.forward`, on a CPU.
 
     q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D], of any float dtype; B, Sq, Sk > 0, D at most `config.head_dim`, Hkv
-    divides Hq. `scale` multiplies the scores; None is 1/sqrt(D). `seed` and `policy` (one of `machine.POLICIES`) pick
-    the interleaving; whatever they are, the numbers are those of a softmax in float64. Raises a `ScheduleError` where
-    the programs race, ValueError for shapes that do not fit.
+    divides Hq. `scale` multiplies the scores; None is 1/sqrt(D). A CTA runs on each of the `multiprocessors`; `seed`
+    and `policy` (one of `machine.POLICIES`) pick who gets which work tile, and the interleaving inside each CTA.
+    Whatever they are, the numbers are those of a softmax in float64. Raises a `ScheduleError` where the programs race,
+    ValueError for shapes that do not fit.
     """
     tensors = Tensors(q, k, v, scale)
     tensors.check(config)
     domain = (Causal if causal else Dense)(config.tile_m, config.tile_n)
-    q_tiles = -(-tensors.seqlen_q // config.tile_m)
+    grid = (-(-tensors.seqlen_q // config.tile_m), tensors.heads, tensors.batch, head_group)
     trace: list[Event] = []
-    for index in range(q_tiles * tensors.heads * tensors.batch):
-        work = work_of(index, q_tiles, tensors.heads, tensors.batch, head_group)
-        visits = domain.visits(work.q_tile, tensors.seqlen_q, tensors.seqlen_k)
+    for index, works in enumerate(share_out(grid, multiprocessors, seed)):
         machine = Machine(policy, seed, index, COSTS)
-        cta(tensors, domain, config, machine).run(work, visits)
+        cta(tensors, domain, config, machine, works).run()
         trace += machine.trace
     tensors.settle()
     return Result(tensors.o, tensors.lse, trace)
+
+
+def share_out(grid: tuple[int, int, int, int], multiprocessors: int, seed: int) -> list[Iterator[Work]]:
+    """The work tiles that each CTA gets: the one of its own index, then whatever an atomic counter gives it.
+
+    CTAs share nothing but that counter. So any way to deal out what it counts is a possible interleaving of theirs, and
+    they can be simulated one after another.
+    """
+    q_tiles, heads, batches, _ = grid
+    total = q_tiles * heads * batches
+    shares = [[index] for index in range(min(total, multiprocessors))]
+    dealer = random.Random(seed)
+    for index in range(len(shares), total):
+        dealer.choice(shares).append(index)
+    none = (itertools.count(total + cta) for cta in range(len(shares)))
+    return [(work_of(i, *grid) for i in itertools.chain(*indices)) for indices in zip(shares, none, strict=True)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from schedules import simulate
+from schedules.rings import Counts, NumpyRing, NumpyWorkRing
 from schedules.tiling import BlockConfig
 
 ADVERSARIES = ("eager", "lazy", "random")
@@ -23,9 +24,9 @@ class SmallBlock(BlockConfig):
         return self.consumers * self.rows
 
 
-def small(consumers: int = 2, stages: int = 2, tile_n: int = 16, **changes) -> SmallBlock:
-    registers = {"producer_registers": 24, "consumer_registers": 240}
-    return SmallBlock(**{"head_dim": 16, **registers, **changes}, tile_n=tile_n, stages=stages, consumers=consumers)
+def small(consumers: int = 2, stages: int = 2, q_stages: int = 2, tile_n: int = 16, **changes) -> SmallBlock:
+    rest = {"head_dim": 16, "producer_registers": 24, "consumer_registers": 240, **changes}
+    return SmallBlock(tile_n=tile_n, stages=stages, q_stages=q_stages, consumers=consumers, **rest)
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,23 @@ def run(problem: Problem, seed: int = 0, policy: str = "random", **changes) -> s
     return result
 
 
-def broken(**roles_and_attributes) -> type[simulate.Cta]:
-    """A CTA with another RING, LOAD or ATTEND, or another attribute."""
-    return type("BrokenCta", (simulate.Cta,), roles_and_attributes)
+def broken(**changes) -> type[simulate.Cta]:
+    """A CTA with another LOAD or ATTEND, or other attributes."""
+    return type("BrokenCta", (simulate.Cta,), changes)
+
+
+def broken_rings(**methods) -> type[simulate.Cta]:
+    """A CTA whose rings have other methods."""
+    return broken(
+        RING=type("BrokenRing", (NumpyRing,), methods), WORK_RING=type("BrokenWorkRing", (NumpyWorkRing,), methods)
+    )
+
+
+def miscounted(**changes: int) -> type[simulate.Cta]:
+    """A CTA whose rings count more or less than they should."""
+
+    def counts(self: simulate.Cta, elements: int) -> Counts:
+        right = simulate.Cta.counts(self, elements)
+        return replace(right, **{name: getattr(right, name) + change for name, change in changes.items()})
+
+    return broken(counts=counts)

@@ -23,90 +23,120 @@ import pytest
 
 from schedules import forward, simulate
 from schedules.machine import CountError, Deadlock, Hazard, OrderError, ScheduleError
-from tests.cpu.simulation import ADVERSARIES, Problem, WrongNumbers, broken, run, small
+from tests.cpu.simulation import ADVERSARIES, Problem, WrongNumbers, broken, broken_rings, miscounted, run, small
 
-PROBLEMS = (
-    Problem(30, 83),  # five body tiles and a tail, two consumers, two stages
-    Problem(70, 70, causal=True),
-    Problem(10, 40, config=small(consumers=1, stages=1)),
-    Problem(40, 100, causal=True, config=small(consumers=3, stages=3)),
-    Problem(20, 10),  # a single tile
+PROBLEMS = (  # a single CTA computes all work tiles
+    Problem(30, 83, heads=3),  # five body tiles and a tail; two stages, two consumers
+    Problem(70, 90, causal=True, config=small(q_stages=1)),
+    Problem(10, 40, heads=2, config=small(consumers=1, stages=1, q_stages=1)),
+    Problem(40, 100, causal=True, heads=4, config=small(consumers=3, stages=3)),
+    Problem(20, 10, heads=3),  # a single tile each
 )
 SEEDS = range(4)
-SUBJECTS = {
-    forward.Load: (simulate.NumpyLoad, "LOAD"),
-    forward.Attend: (simulate.NumpyAttend, "ATTEND"),
-    forward.Ring: (simulate.NumpyRing, "RING"),
-}
+SUBJECTS = (forward.Load, forward.Attend, forward.Ring)
 RINGS = ("q", "k", "v")
-SLOTS = ("q_slot", "slot", "ahead", "before")
+Q_ONLY = ("post", "work")  # what other rings cannot do
+SLOTS = ("q_slot", "slot", "ahead", "before", "stored")
 SECTIONS = ("BODY", "RIGHT")
 
 HARMLESS = {
-    "the first slot of every ring is Slot(0, 0), q_slot and slot are both it before the loop, and K and V have as many "
-    "stages": (
+    "before the first work tile every slot is Slot(0, 0), and K and V have as many stages": (
         "Load.run: q_slot = q.first() as q_slot = k.first()",
         "Load.run: q_slot = q.first() as q_slot = v.first()",
         "Load.run: slot = k.first() as slot = q.first()",
         "Load.run: slot = k.first() as slot = v.first()",
-        "Load.run: k.acquire(slot) as k.acquire(q_slot)",
-        "Load.run: k.load(slot, work, last) as k.load(q_slot, work, last)",
-        "Load.run: k.commit(slot) as k.commit(q_slot)",
+        "Load.run: open(work, q_slot, slot) as open(work, slot, slot)",
+        "Load.run: open(work, q_slot, slot) as open(work, q_slot, q_slot)",
         "Load.run: ahead = k.next(slot) as ahead = v.next(slot)",
+        "Load.run: slot = k.next(slot) as slot = v.next(slot)",
+        "Attend.run: q_slot = q.first() as q_slot = k.first()",
+        "Attend.run: q_slot = q.first() as q_slot = v.first()",
         "Attend.run: slot = k.first() as slot = q.first()",
         "Attend.run: slot = k.first() as slot = v.first()",
-        "Attend.run: q.wait(q.first()) as q.wait(k.first())",
-        "Attend.run: q.wait(q.first()) as q.wait(v.first())",
+        "Attend.run: stored = q.first() as stored = k.first()",
+        "Attend.run: stored = q.first() as stored = v.first()",
+        "Attend.run: q.wait(q_slot) as q.wait(slot)",
+        "Attend.run: q.wait(q_slot) as q.wait(stored)",
+        "Attend.run: work = q.work(q_slot) as work = q.work(slot)",
+        "Attend.run: work = q.work(q_slot) as work = q.work(stored)",
+        "Attend.run: open(q_slot, slot) as open(slot, slot)",
+        "Attend.run: open(q_slot, slot) as open(stored, slot)",
+        "Attend.run: open(q_slot, slot) as open(q_slot, q_slot)",
+        "Attend.run: open(q_slot, slot) as open(q_slot, stored)",
+        "Attend.run: slot = k.next(slot) as slot = v.next(slot)",
+        "Attend.close_and_open: open(q.next(q_slot), k.next(slot)) as open(q.next(q_slot), v.next(slot))",
+        "Attend.close_then_open: open(q.next(q_slot), k.next(slot)) as open(q.next(q_slot), v.next(slot))",
         "Attend.step: slot = k.next(before) as slot = v.next(before)",
     ),
-    "a CTA that computes one work tile finds every slot free at first, and the wait for it passes at once": (
-        "Load.run: without q.acquire(q_slot)",
-        "Load.run: q.load(q_slot, work, work.q_tile) before q.acquire(q_slot)",
-        "Load.run: q.acquire(q_slot) as k.acquire(q_slot)",
-        "Load.run: q.acquire(q_slot) as v.acquire(q_slot)",
-        "Load.run: without k.acquire(slot)",
-        "Load.run: k.load(slot, work, last) before k.acquire(slot)",
-        "Load.run: k.acquire(slot) as q.acquire(slot)",
-        "Load.run: k.acquire(slot) as v.acquire(slot)",
+    "stored is q_slot there": ("Attend.run: q_slot = q.next(q_slot) as q_slot = q.next(stored)",),
+    "where there is one Q slot, the next is the same one": (
+        "Attend.close_then_open: upcoming = q.work(q.next(q_slot)) as upcoming = q.work(q_slot)",
+        "Attend.close_then_open: open(q.next(q_slot), k.next(slot)) as open(q_slot, k.next(slot))",
     ),
+    "any other number says as much": ("Attend.run: storing = 1 as storing = 2",),
+    "a consumer releases V after the K of the same tile": ("Load.open: k.acquire(slot) as v.acquire(slot)",),
     "bytes may be announced before their copy is issued": (
-        "Load.run: q.commit(q_slot) before q.load(q_slot, work, work.q_tile)",
-        "Load.run: k.commit(slot) before k.load(slot, work, last)",
-        "Load.run: k.commit(ahead) before k.load(ahead, work, last - step)",
         "Load.run: v.commit(slot) before v.load(slot, work, last - step + 1)",
         "Load.run: v.commit(slot) before v.load(slot, work, 0)",
+        "Load.run: k.commit(ahead) before k.load(ahead, work, last - step)",
+        "Load.open: k.commit(slot) before k.load(slot, work, visits(work).total - 1)",
+        "Load.open: q.commit(q_slot) before q.load(q_slot, work, work.q_tile)",
     ),
-    "K is announced later: the V slot waited for is released without it": (
+    "K is announced later, but the slot that is waited for in between is released without it": (
         "Load.run: v.acquire(slot) before k.commit(ahead)",
+        "Load.open: q.acquire(q_slot) before k.commit(slot)",
+    ),
+    "neither asks for the other": (
+        "Load.run: visits = visits(work) before upcoming = next_work()",
+        "Load.open: q.load(q_slot, work, work.q_tile) before q.post(q_slot, work)",
+        "Attend.run: turn.take() before work = q.work(q_slot)",
+        "Attend.run: start() before k.release(slot)",
+        "Attend.run: drain() before retire(0)",
+        "Attend.close_and_open: open(q.next(q_slot), k.next(slot)) before upcoming = q.work(q.next(q_slot))",
+        "Attend.close_then_open: turn.take() before upcoming = q.work(q.next(q_slot))",
     ),
     "a wait comes sooner than it must, and what it waits for needs nothing that comes between": (
-        "Attend.first: retire(0) before turn.give()",
-        "Attend.step: retire(1) before turn.give()",
+        "Attend.run: if storing != 0 before pack_p()",
+        "Attend.close_and_open: q.wait(q.next(q_slot)) before commit()",
+        "Attend.close_and_open: retire(1) before turn.give()",
+        "Attend.close_and_open: retire(1) as retire(0)",
+        "Attend.close_then_open: retire(0) before turn.give()",
         "Attend.step: v.wait(before) before commit()",
+        "Attend.step: retire(1) before turn.give()",
         "Attend.step: retire(1) as retire(0)",
         "Attend.step: retire(0) before softmax(section, work, tile)",
     ),
-    "the turn is held while K lands, and nobody needs a turn to release the slot it lands in": (
-        "Attend.first: turn.take() before k.wait(slot)",
+    "the turn is held while a tile lands, and nobody needs a turn to release the slot it lands in": (
+        "Attend.close_and_open: turn.take() before v.wait(slot)",
+        "Attend.close_then_open: turn.take() before v.wait(slot)",
         "Attend.step: turn.take() before k.wait(slot)",
     ),
     "the turn passes the right to issue MMAs, and those of this warpgroup are issued": (
-        "Attend.first: turn.give() before commit()",
+        "Attend.close_then_open: turn.give() before commit()",
         "Attend.step: turn.give() before commit()",
     ),
     "no register is touched in between": (
-        "Attend.first: fence() before turn.take()",
+        "Attend.open: fence() before k.wait(slot)",
+        "Attend.close_and_open: fence() before turn.take()",
+        "Attend.close_then_open: fence() before turn.take()",
         "Attend.step: fence() before turn.take()",
-        "Attend.last: fence() before v.wait(slot)",
+        "Attend.step: fence() before v.wait(before)",
+        "Attend.step: without fence()  [2]",
+        "Attend.step: issue_pv(before) before fence()",
     ),
     "a slot is held longer than it must be": (
-        "Attend.first: softmax(Section.RIGHT, work, tile) before k.release(slot)",
+        "Attend.run: for step in range(1, visits.masked, unroll=1) before if storing != 0",
+        "Attend.close_and_open: write_back(work, q_slot) before v.release(slot)",
+        "Attend.close_then_open: write_back(work, q_slot) before v.release(slot)",
         "Attend.step: softmax(section, work, tile) before k.release(slot)",
         "Attend.step: pack_p() before v.release(before)",
     ),
+    "one work tile after the other is right for any number of Q slots, only slower": (
+        "Attend.run: if const_expr(q.stages > 1) as if False",
+    ),
     "the mask of a body tile masks nothing": (
-        "Attend.run: slot = step(Section.BODY, work, last - step, slot)"
-        " as slot = step(Section.RIGHT, work, last - step, slot)",
+        "Attend.run: slot = step(Section.BODY, work, last - step, q_slot, slot)"
+        " as slot = step(Section.RIGHT, work, last - step, q_slot, slot)",
     ),
     "to rescale is always allowed": ("Attend.softmax: if grew as if True",),
 }
@@ -126,8 +156,12 @@ class Mutant:
     def cta(self) -> type[simulate.Cta]:
         namespace = dict(vars(forward))
         exec(compile(ast.fix_missing_locations(ast.Module([self.method], [])), "<mutant>", "exec"), namespace)
-        model, attribute = SUBJECTS[self.subject]
-        return broken(**{attribute: type("Mutated", (model,), {self.method.name: namespace[self.method.name]})})
+        methods = {self.method.name: namespace[self.method.name]}
+        if self.subject is forward.Load:
+            return broken(LOAD=type("Mutated", (simulate.NumpyLoad,), methods))
+        if self.subject is forward.Attend:
+            return broken(ATTEND=type("Mutated", (simulate.NumpyAttend,), methods))
+        return broken_rings(**methods)
 
 
 @cache
@@ -172,8 +206,9 @@ def statements(block: list[ast.stmt], bound: set[str]) -> Iterator[tuple[list[as
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             continue
         yield block, i, set(bound)
-        if isinstance(statement, (ast.For, ast.If)):
-            yield from statements(statement.body, bound)
+        if isinstance(statement, (ast.For, ast.While, ast.If)):
+            for inner in (statement.body, statement.orelse):
+                yield from statements(inner, bound)
         else:
             bound |= names(statement, ast.Store)
 
@@ -202,14 +237,15 @@ def is_arithmetic(statement: ast.stmt) -> bool:
 
 def replacements(statement: ast.stmt, bound: set[str]) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Expressions of a statement, not of those inside it, and what to put in their place."""
-    if isinstance(statement, ast.If):
+    if isinstance(statement, (ast.If, ast.While)):
         test = statement.test
         yield from ((test, other) for other in (ast.UnaryOp(ast.Not(), test), ast.Constant(False), ast.Constant(True)))
         return
     tree = statement.iter if isinstance(statement, ast.For) else statement
     hints = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
+    only_q = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in Q_ONLY}
     for node in ast.walk(tree):
-        if id(node) not in hints:
+        if id(node) not in hints | only_q:
             yield from ((node, other) for other in substitutes(node, bound))  # type: ignore[misc]
 
 
@@ -254,27 +290,18 @@ def replaced(root: ast.stmt, node: ast.expr, other: ast.expr) -> Any:
 def counts() -> dict[str, type[simulate.Cta]]:
     """CTAs in which one number of a barrier, or the token that opens the turns, is wrong."""
 
-    def off_by(name: str, change: int) -> type[simulate.Cta]:
-        return broken(**{name: lambda self, *arguments: getattr(simulate.Cta, name)(self, *arguments) + change})
-
     def seed_twice(self: simulate.Cta) -> None:
         self.attend[-1].turn.seed()
         self.attend[-1].turn.seed()
 
-    class ReleaseByOneWarp(simulate.NumpyRing):
-        def __init__(self, *arguments, **options) -> None:
-            super().__init__(*arguments, **options)
-            self.release_arrivals = 1
-
     return {
-        "a slot is free one arrival too early": off_by("empty_arrivals", -1),
-        "a slot is free when all consumers but one have released it": off_by("empty_arrivals", -simulate.Cta.WARPS),
-        "a slot waits for one arrival too many": off_by("empty_arrivals", 1),
-        "one warp of a warpgroup releases": broken(RING=ReleaseByOneWarp),
-        "too few bytes are announced": off_by("slot_bytes", -2),
-        "too many bytes are announced": off_by("slot_bytes", 2),
-        "no bytes are announced": broken(slot_bytes=lambda self, parts: 0),
-        "a full barrier waits for two arrivals": broken(FULL_ARRIVALS=2),
+        "a slot is free one arrival too early": miscounted(empty_arrivals=-1),
+        "a slot is free when all consumers but one have released it": miscounted(empty_arrivals=-4),
+        "a slot waits for one arrival too many": miscounted(empty_arrivals=1),
+        "one warp of a warpgroup releases": miscounted(release_arrivals=-3),
+        "too few bytes are announced": miscounted(slot_bytes=-2),
+        "too many bytes are announced": miscounted(slot_bytes=2),
+        "a full barrier waits for two arrivals": miscounted(full_arrivals=1),
         "a turn opens with its own warpgroup alone": broken(TURN_THREADS=128),
         "a turn waits for three warpgroups": broken(TURN_THREADS=384),
         "nobody opens the first turn": broken(open_turns=lambda self: None),
@@ -293,7 +320,7 @@ def objection(cta: type[simulate.Cta]) -> Exception | None:
         for policy in ADVERSARIES:
             for problem in PROBLEMS:
                 try:
-                    run(problem, seed, policy, cta=cta)
+                    run(problem, seed, policy, cta=cta, multiprocessors=1)
                 except (ScheduleError, WrongNumbers) as error:
                     return error
     return None

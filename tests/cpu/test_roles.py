@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -12,7 +13,8 @@ import sys
 import pytest
 
 import fmha.kernels
-from schedules import forward, simulate
+from fmha.kernels.sm90 import barriers
+from schedules import forward, rings, simulate
 from schedules.forward import Attend, Load, Ring, Role, Turn
 
 SCHEDULES = (Load, Attend, Ring, Turn, Role)
@@ -34,7 +36,7 @@ def lowered(module):
 
 
 KERNEL_CLASSES = [cls for module in kernel_modules() for cls in lowered(module)]
-MODEL_CLASSES = lowered(simulate)
+MODEL_CLASSES = lowered(rings) + lowered(simulate)
 
 
 def programs(schedule: type) -> set[str]:
@@ -51,10 +53,10 @@ def overridden(cls: type) -> set[str]:
     return {name for name in written for base in below if name in vars(base)}
 
 
-def test_the_programs_are_the_ones_meant():
-    assert programs(Load) == {"run"}
-    assert programs(Attend) == {"run", "first", "step", "softmax", "last"}
-    assert programs(Ring) == {"first", "next"}
+def test_programs_are_told_from_operations():
+    assert "run" in programs(Load) and "run" in programs(Attend) and programs(Ring) == {"first", "next"}
+    assert programs(Attend).isdisjoint({"issue_qk", "retire", "row_max", "store_o"})
+    assert programs(Turn) == set()
 
 
 def test_every_role_has_a_kernel_and_a_model():
@@ -77,7 +79,7 @@ def test_an_overridden_program_is_found():
     class Below(Between):
         pass
 
-    class OtherRing(simulate.NumpyRing):
+    class OtherRing(rings.NumpyRing):
         def next(self, slot):
             return slot
 
@@ -85,24 +87,95 @@ def test_an_overridden_program_is_found():
     assert overridden(OtherRing) == {"next"}
 
 
-def test_a_role_refuses_to_change():
-    load = next(cls for cls in KERNEL_CLASSES if issubclass(cls, Load))("q", "k", "v")
-    assert (load.q, load.k, load.v) == ("q", "k", "v")
-    for name in ("q", "anything"):
-        with pytest.raises(AttributeError, match=rf"\.{name}: roles do not change; carry a local instead"):
-            setattr(load, name, 1)
+@pytest.fixture
+def instructions(monkeypatch) -> list[tuple]:
+    """What the kernel's rings and turns ask of the hardware: (instruction, barrier, argument)."""
+    calls: list[tuple] = []
+
+    def record(name: str):
+        def call(*arguments, barrier_id=None, number_of_threads=None):
+            calls.append((name, *arguments) if barrier_id is None else (name, barrier_id, number_of_threads))
+
+        monkeypatch.setattr(barriers.cute.arch, name, call)
+
+    for name in ("mbarrier_init", "mbarrier_wait", "mbarrier_arrive", "mbarrier_arrive_and_expect_tx"):
+        record(name)
+    record("barrier")
+    record("barrier_arrive")
+    monkeypatch.setattr(barriers.cute.arch, "elect_one", contextlib.nullcontext)
+    return calls
 
 
-def test_a_subclass_of_a_role_seals_after_its_own_init():
-    class More(simulate.NumpyLoad):
+def test_the_rings_of_kernel_and_model_count_alike(instructions):
+    """An empty barrier waits for one arrival of every consumer warp; parities are the same."""
+    cta = simulate.Cta.__new__(simulate.Cta)
+    cta.config = simulate.SMALL
+    counts = cta.counts(elements=256)
+    warps = cta.config.consumers * counts.release_arrivals
+    ring = barriers.TmaRing(100, stages=3, stage_bytes=counts.slot_bytes, consumer_warps=warps)
+    ring.init()
+    expected = {100: counts.full_arrivals, 103: counts.empty_arrivals}
+    assert instructions == [
+        ("mbarrier_init", first + stage, expected[first]) for stage in range(3) for first in (100, 103)
+    ]
+    instructions.clear()
+    for operation in (ring.acquire, ring.commit, ring.wait, ring.release):
+        operation(forward.Slot(stage=2, parity=1))
+    assert instructions == [
+        ("mbarrier_wait", 105, 0),
+        ("mbarrier_arrive_and_expect_tx", 102, 512),
+        ("mbarrier_wait", 102, 1),
+        ("mbarrier_arrive", 105),
+    ]
+
+
+def test_the_turns_of_kernel_and_model_are_alike(instructions):
+    """Each warpgroup syncs on its own barrier and arrives at the next one's; the last one's first arrival is extra."""
+    threads = simulate.Cta.TURN_THREADS
+    turns = [barriers.PingPong(index, 3) for index in range(3)]
+    turns[-1].seed()
+    for turn in turns:
+        turn.take()
+        turn.give()
+    ids = [instruction[1] - barriers.PingPong.FIRST for instruction in instructions]
+    assert ids == [0, 0, 1, 1, 2, 2, 0]
+    assert [(name, n) for name, _, n in instructions] == [
+        ("barrier_arrive", threads),
+        *[("barrier", threads), ("barrier_arrive", threads)] * 3,
+    ]
+    instructions.clear()
+    for operation in (barriers.PingPong(0, 1).take, barriers.PingPong(0, 1).give):
+        operation()
+    assert instructions == [], "a single warpgroup has nobody to take turns with"
+
+
+@pytest.mark.parametrize("cls", [c for c in KERNEL_CLASSES + MODEL_CLASSES if issubclass(c, Role)])
+def test_a_role_refuses_to_change(cls):
+    class Small(cls):
         def __init__(self):
-            super().__init__(1, 2, 3)
+            self.q = "q"
             self.more = 4
 
-    role = More()
-    assert role.more == 4
-    with pytest.raises(AttributeError, match="More.more: roles do not change"):
-        role.more = 5
+    role = Small()
+    assert (role.q, role.more) == ("q", 4)
+    for name in ("q", "more", "anything"):
+        with pytest.raises(AttributeError, match=rf"Small\.{name}: roles do not change; carry a local instead"):
+            setattr(role, name, 1)
+
+
+def test_a_role_is_sealed_by_its_own_init_and_not_by_that_of_its_base():
+    class Base(simulate.NumpyLoad):
+        def __init__(self):
+            self.q = "q"
+
+    class Below(Base):
+        def __init__(self):
+            super().__init__()
+            self.more = 4
+
+    assert Below().more == 4
+    with pytest.raises(AttributeError, match=r"Below\.more: roles do not change"):
+        Below().more = 5
 
 
 def test_the_kernel_is_imported_without_a_gpu_and_the_schedules_without_torch():

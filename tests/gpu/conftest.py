@@ -22,7 +22,7 @@ from tests.checks import Verdict
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-HANG_AFTER = 150  # seconds a test may take: a kernel that never ends must not hold the GPU for ever
+HANG_AFTER = 75  # seconds a test may take: a kernel that never ends must not hold the GPU for ever
 MANY = 30  # so many tests use enough kernels to compile them side by side first
 
 WARM_UP = """

@@ -1,0 +1,253 @@
+"""The rings and turns of `schedules.forward` on the CPU model of `schedules.machine`.
+
+What the barriers say and what is true are kept apart: a slot knows which consumers have waited for it and which have
+not released it, whatever its barriers let pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from schedules.forward import Ring, Slot, Turn, WorkRing
+from schedules.machine import Buffer, CountError, Hazard, Machine, Mbarrier, NamedBarrier, OrderError, TileError
+from schedules.tiling import WARPGROUP
+from schedules.work import Work
+
+Source = Callable[[Work, int], Sequence[np.ndarray]]
+"""(work tile, tile) -> what is copied into each part of a slot."""
+
+ELEMENT_BYTES = 2  # of what is copied, for the sake of the byte counts
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the barriers of a ring count."""
+
+    full_arrivals: int  # that fill a slot, beside its bytes
+    slot_bytes: int  # announced by a commit
+    empty_arrivals: int  # that free a slot
+    release_arrivals: int  # of one consumer
+
+
+@dataclass(eq=False)
+class RingSlot:
+    """A slot as it truly is, whatever its barriers say."""
+
+    name: str
+    parts: Sequence[Buffer]  # one copy each
+    full: Mbarrier
+    empty: Mbarrier
+    announced: int = 0  # bytes of this use, until they are compared
+    issued: int = 0
+    owed: set[str] = field(default_factory=set)  # consumers that have not released this use
+    readers: set[str] = field(default_factory=set)  # those of them that have waited for it
+    draft: Work | None = None  # posted, but not yet by a commit
+    posted: Work | None = None
+
+    @property
+    def tile(self) -> int | None:
+        return self.parts[0].tile
+
+    @property
+    def work(self) -> object:
+        return self.parts[0].work
+
+    def tally(self, machine: Machine, announced: int = 0, issued: int = 0) -> None:
+        """Compares the bytes announced with those copied, whichever comes first."""
+        self.announced += announced
+        self.issued += issued
+        if self.announced and self.issued:
+            if self.announced != self.issued:
+                machine.fail(CountError, f"{self.name}: {self.announced} bytes announced, {self.issued} copied")
+            self.announced = self.issued = 0
+
+
+class NumpyRing(Ring):
+    """A ring of slots that asynchronous copies fill from `source`."""
+
+    kept = False  # whether the last use of a slot need not be released
+
+    def __init__(
+        self,
+        machine: Machine,
+        name: str,
+        buffers: Sequence[Sequence[Buffer]],
+        source: Source,
+        tiles: int,
+        consumers: Sequence[str],
+        counts: Counts,
+    ) -> None:
+        """`buffers` has the parts of each stage; `tiles` can be loaded."""
+        self.machine = machine
+        self.name = name
+        self.stages = len(buffers)
+        self.source = source
+        self.tiles = tiles
+        self.consumers = consumers
+        self.counts = counts
+        self.slots = [self._slot(f"{name}[{stage}]", parts) for stage, parts in enumerate(buffers)]
+
+    def _slot(self, name: str, parts: Sequence[Buffer]) -> RingSlot:
+        full = Mbarrier(self.machine, f"{name} full", self.counts.full_arrivals)
+        return RingSlot(name, parts, full, Mbarrier(self.machine, f"{name} empty", self.counts.empty_arrivals))
+
+    def at(self, slot: Slot) -> RingSlot:
+        if not 0 <= slot.stage < self.stages:
+            self.machine.actor.doing = f"use {self.name}[{slot.stage}]"
+            self.machine.fail(Hazard, f"{self.name} has stages 0 to {self.stages - 1}")
+        return self.slots[slot.stage]
+
+    def acquire(self, slot: Slot) -> None:
+        here = self.at(slot)
+        self.machine.op(f"acquire {here.name}", until=here.empty.completed(slot.parity ^ 1))
+
+    def load(self, slot: Slot, work: Work, tile: int) -> None:
+        """PTX cp.async.bulk.tensor: what the slot held is gone from now on, the tile is there when the bytes are."""
+        here = self.at(slot)
+        self.machine.op(f"issue load {here.name}", tile)
+        if work.valid and not 0 <= tile < self.tiles:
+            self.machine.fail(TileError, f"{self.name} has tiles 0 to {self.tiles - 1}")
+        self.check_released(here)
+        here.owed, here.readers = set(self.consumers), set()
+        for part, rows in zip(here.parts, self.source(work, tile), strict=True):
+            part.tile, part.work = tile, work
+            self._copy(here, part, rows)
+        here.tally(self.machine, issued=ELEMENT_BYTES * sum(part.data.size for part in here.parts))
+
+    def check_released(self, here: RingSlot) -> None:
+        if here.owed:
+            self.machine.fail(Hazard, f"refills {here.name}, not released by {', '.join(sorted(here.owed))}")
+
+    def _copy(self, here: RingSlot, part: Buffer, rows: np.ndarray) -> None:
+        def effect() -> None:
+            part.data[:] = rows
+            here.full.complete_bytes(ELEMENT_BYTES * part.data.size)
+            self.machine.retire([flight])  # from here on the barrier knows
+
+        flight = self.machine.issue("tma", f"load {part.name}", part.tile, effect, writes=[part])
+        part.data[:] = math.nan
+
+    def commit(self, slot: Slot) -> None:
+        """PTX mbarrier.arrive.expect_tx."""
+        here = self.at(slot)
+        self.machine.op(f"commit {here.name}")
+        here.tally(self.machine, announced=self.counts.slot_bytes)
+        here.posted, here.draft = here.draft or here.posted, None
+        here.full.arrive(expect_bytes=self.counts.slot_bytes)
+
+    def wait(self, slot: Slot) -> None:
+        here = self.at(slot)
+        self.machine.op(f"wait {here.name}", until=here.full.completed(slot.parity))
+        me = self.machine.actor
+        me.tile = here.tile
+        if me.name not in here.owed:
+            self.machine.fail(Hazard, f"the wait passed, but nothing was loaded since {me.name} released {here.name}")
+        here.readers.add(me.name)
+
+    def read(self, slot: Slot, part: int = 0) -> Buffer:
+        """What the running role is about to read, or to write over."""
+        here = self.at(slot)
+        if self.machine.actor.name not in here.readers:
+            self.machine.fail(Hazard, f"uses {here.name} without having waited for it, or after releasing it")
+        return here.parts[part]
+
+    def release(self, slot: Slot) -> None:
+        """PTX mbarrier.arrive, by one lane of every warp."""
+        here = self.at(slot)
+        self.machine.op(f"release {here.name}", here.tile)
+        me = self.machine.actor.name
+        for flight in self.machine.reading(here.parts):
+            self.machine.fail(Hazard, f"releases {here.name} while {flight} is in flight")
+        if me not in here.readers:
+            self.machine.fail(CountError, f"releases {here.name} without holding it")
+        here.owed.remove(me)
+        here.readers.remove(me)
+        if not here.owed:
+            here.posted = None
+        here.empty.arrive(self.counts.release_arrivals)
+
+    def settle(self) -> None:
+        """At exit every use of a valid work tile has been released, every arrival and byte has found its phase."""
+        for here in self.slots:
+            if not here.full.at_rest():
+                raise CountError(f"exit: {here.full}")
+            kept = here.readers if self.kept or not getattr(here.work, "valid", True) else set()
+            if left := here.owed - kept:
+                raise CountError(f"exit: {here.name}, tile {here.tile}, was not released by {', '.join(sorted(left))}")
+            if not here.owed and not here.empty.at_rest():
+                raise CountError(f"exit: {here.empty}")
+
+
+class NumpyWorkRing(NumpyRing, WorkRing):
+    """The ring of Q. What is posted beside Q becomes visible with the arrival of `commit` (PTX: mbarrier.arrive)."""
+
+    kept = True  # nothing is loaded over the last O that leaves through a slot
+
+    def post(self, slot: Slot, work: Work) -> None:
+        here = self.at(slot)
+        self.machine.op(f"post {here.name}", work.q_tile)
+        if not here.issued:  # else it has been acquired and is on its way to the next commit
+            self.check_released(here)
+        here.draft = work
+
+    def work(self, slot: Slot) -> Work:
+        here = self.at(slot)
+        self.machine.op(f"work {here.name}", here.tile)
+        self.read(slot)
+        if here.posted is None:
+            self.machine.fail(Hazard, f"nothing was posted in {here.name}")
+        return here.posted
+
+
+class Turnstile:
+    """The named barriers of a CTA's turns: each warpgroup syncs on its own, its predecessor arrives there."""
+
+    def __init__(self, machine: Machine, names: Sequence[str], threads: int) -> None:
+        self.machine = machine
+        self.barriers = [NamedBarrier(machine, f"turn of {name}", threads) for name in names]
+        self.holder: str | None = None
+
+    def settle(self) -> None:
+        """The token that opened the first turn is left, at the barrier of the first warpgroup."""
+        left = [sum(barrier.arrived.values()) for barrier in self.barriers]
+        if len(left) > 1 and left != [WARPGROUP] + [0] * (len(left) - 1):
+            raise CountError(f"exit: {left} threads have arrived for another turn, only one warpgroup at the first may")
+
+
+class NumpyTurn(Turn):
+    """The turn of one warpgroup. A single warpgroup has nobody to take turns with."""
+
+    def __init__(self, turnstile: Turnstile, index: int) -> None:
+        self.turnstile = turnstile
+        self.machine = turnstile.machine
+        self.barrier = turnstile.barriers[index]
+        self.after = turnstile.barriers[(index + 1) % len(turnstile.barriers)]
+        self.alone = self.after is self.barrier
+
+    def seed(self) -> None:
+        """By the last warpgroup, once, before its first turn: opens the first one's."""
+        if not self.alone:
+            self.after.arrive(WARPGROUP)
+
+    def take(self) -> None:
+        if not self.alone:
+            self.barrier.sync("turn.take", WARPGROUP)
+            if self.turnstile.holder:
+                self.machine.fail(OrderError, f"takes the turn that {self.turnstile.holder} holds")
+            self.turnstile.holder = self.machine.actor.name
+
+    def give(self) -> None:
+        if not self.alone:
+            self.machine.op("turn.give")
+            self.check()
+            self.turnstile.holder = None
+            self.after.arrive(WARPGROUP)
+
+    def check(self) -> None:
+        """QK MMAs are issued in turn: that is what puts one warpgroup's softmax beside another's MMAs."""
+        if not self.alone and self.turnstile.holder != self.machine.actor.name:
+            self.machine.fail(OrderError, f"it is the turn of {self.turnstile.holder or 'nobody'}")
