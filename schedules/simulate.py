@@ -253,7 +253,7 @@ class Tensors:
     def box(self, tensor: np.ndarray, batch: int, head: int, start: int, rows: int, dims: int) -> np.ndarray:
         """`rows` from row `start` of one head, zeros wherever they lie outside the tensor (PTX: tensor copies)."""
         box = np.zeros((rows, dims))
-        if batch < self.batch and start >= 0:
+        if batch < self.batch:
             inside = tensor[batch, start : start + rows, head]
             box[: inside.shape[0], : self.head_dim] = inside
         return box

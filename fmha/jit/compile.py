@@ -109,15 +109,15 @@ def _abstract_arguments(problem: Problem) -> tuple[Any, ...]:
         (cute.sym_int64(), cute.sym_int64(), 1),
         assumed_align=4,
     )
-    counter = make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4)
-    scale_log2, head_group, base, multiprocessors = (
-        cutlass.Float32(1.0),
-        cutlass.Int32(1),
-        cutlass.Int32(0),
-        cutlass.Int32(1),
+    scalars = (
+        cutlass.Float32(1.0),  # scale_log2
+        cutlass.Int32(1),  # head_group
+        cutlass.Int64(0),  # counter, an address
+        cutlass.Int32(0),  # base
+        cutlass.Int32(1),  # multiprocessors
     )
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)  # the caller's current one, and no argument of the call
-    return q, k, v, o, lse, scale_log2, head_group, counter, base, multiprocessors, stream
+    return q, k, v, o, lse, *scalars, stream
 
 
 @contextmanager

@@ -9,40 +9,38 @@ counter for every stream; a launch that a CUDA graph captures gets its own, whic
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 
 class Counter:
-    """The counter of one stream."""
+    """A counter, and what its value will be when the launches so far are done."""
+
+    __slots__ = ("address", "base", "value")
 
     def __init__(self, device: torch.device) -> None:
         self.value = torch.zeros(1, dtype=torch.int32, device=device)
-        self.base = 0  # what `value` will be when the launches so far are done
+        self.address = self.value.data_ptr()  # a kernel takes this: a sixth tensor would cost the host half a us more
+        self.base = 0
 
+    def advance(self, work_tiles: int) -> None:
+        """A launch over `work_tiles` has reached the stream. Wraps as the kernel's 32-bit integers do."""
+        self.base += work_tiles
+        if self.base >= 2**31:
+            self.base -= 2**32
+
+
+LAUNCHING = threading.Lock()  # held from `current` to `advance`: counters advance in the order of their stream
 
 _counters: dict[tuple[int, int], Counter] = {}
-_launching = threading.Lock()  # counters are advanced in the order in which their launches reach the stream
 
 
-def launch(function: Callable[[Tensor, int], None], device: torch.device, work_tiles: int) -> None:
-    """Calls `function(counter, base)`, which launches over `work_tiles` on the current stream of `device`."""
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return launch(function, device, work_tiles)
-    if torch.cuda.is_current_stream_capturing():
-        return function(torch.zeros(1, dtype=torch.int32, device=device), 0)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    with _launching:
-        counter = _counters.get((device.index, stream))
-        if counter is None:
-            counter = _counters[device.index, stream] = Counter(device)
-        function(counter.value, counter.base)
-        counter.base = wrapped(counter.base + work_tiles)
-
-
-def wrapped(count: int) -> int:
-    """As the kernel's 32-bit integers wrap."""
-    return (count + 2**31) % 2**32 - 2**31
+def current(device: torch.device) -> Counter:
+    """The counter for a launch on the current stream of `device`, which is the current device and has an index."""
+    if torch._C._cuda_isCurrentStreamCapturing():  # as torch.cuda's function, which looks for a driver every time
+        return Counter(device)
+    stream = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    counter = _counters.get(stream)
+    if counter is None:
+        counter = _counters[stream] = Counter(device)
+    return counter

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmha.jit import counter, layout
+from fmha.jit import layout
+from fmha.jit.counter import LAUNCHING, Counter, current
 from fmha.jit.layout import ALIGNMENT
 from fmha.problem import Problem
 
@@ -66,6 +67,10 @@ class Launch:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         answer = self.answer
+        device = answer.device
+        if device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self(q, k, v, out)
         if out is not None:
             answer.refuse_overlap(q, k, v, out)
         if not self.inputs_in_place or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
@@ -75,11 +80,11 @@ class Launch:
         else:
             o = answer.new_output()
         lse = answer.new_lse() if answer.return_lse else self.no_lse
-
-        def launch(count: Tensor, base: int) -> None:
-            self.function(q, k, v, o, lse, self.scale_log2, self.head_group, count, base, self.multiprocessors)
-
-        counter.launch(launch, answer.device, self.work_tiles)
+        with LAUNCHING:
+            counter = current(device)
+            scalars = (self.scale_log2, self.head_group, counter.address, counter.base, self.multiprocessors)
+            self.function(q, k, v, o, lse, *scalars)
+            counter.advance(self.work_tiles)
         if out is not None and out is not o:
             o = out.copy_(o)
         return (o, lse) if answer.return_lse else o
@@ -155,8 +160,8 @@ def touch(function: Callable[..., None], problem: Problem) -> None:
     which must not be one that a CUDA graph captures."""
     device = torch.device("cuda", torch.cuda.current_device())
     q, k, v, o = torch.zeros((4, 1, 1, 1, problem.head_dim), dtype=getattr(torch, problem.dtype), device=device)
-    count = torch.zeros(1, dtype=torch.int32, device=device)
-    function(q, k, v, o, no_lse(device), 1.0, 1, count, 0, 1)
+    counter = Counter(device)
+    function(q, k, v, o, no_lse(device), 1.0, 1, counter.address, counter.base, 1)
 
 
 def from_dlpack(name: str, array: Any) -> Tensor:

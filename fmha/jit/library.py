@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import tvm_ffi  # noqa: F401  (loading a kernel needs it: 20 ms, better spent at import than in the first call)
+
 from fmha.jit import compile, key
 from fmha.jit.store import Store
 from fmha.problem import Problem, Unsupported, supports

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import fmha
-from fmha.jit import counter, launch, layout, library
+from fmha.jit import launch, layout, library
+from fmha.jit.counter import Counter
 from fmha.problem import Problem, Unsupported
 
 attention_module = importlib.import_module("fmha.attention")  # the attribute of that name is the function
@@ -41,12 +42,12 @@ class Kernel:
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
-        self.work_tiles: list[int] = []
+        self.counter = Counter(torch.device("cpu"))
         self.problem: Problem | None = None
 
-    def count(self, function, device, work_tiles: int) -> None:
-        self.work_tiles.append(work_tiles)
-        function(torch.zeros(1, dtype=torch.int32), 0)
+    def current(self, device) -> Counter:
+        assert device.type == "cpu"
+        return self.counter
 
     def fetch(self, problem: Problem, arch: str):
         assert arch == "sm_90a"
@@ -60,7 +61,9 @@ class Kernel:
         assert q.shape == o.shape and k.shape == v.shape and q.dtype == k.dtype == v.dtype == o.dtype
         assert lse.dtype == torch.float32 and lse.stride(-1) == 1
         assert type(scale_log2) is float and type(head_group) is type(base) is int
-        assert count.shape == (1,) and count.dtype == torch.int32 and multiprocessors == MULTIPROCESSORS
+        assert (
+            count == self.counter.value.data_ptr() and base == self.counter.base and multiprocessors == MULTIPROCESSORS
+        )
         self.calls.append((q, k, v, o, lse, scale_log2, head_group))
         out, out_lse = oracle(q, k, v, self.problem.mask == "causal", scale_log2 / math.log2(math.e))
         o.copy_(out)
@@ -73,7 +76,8 @@ def kernel(monkeypatch):
     """Makes CPU tensors pass for tensors on a Hopper GPU."""
     stand_in = Kernel()
     monkeypatch.setattr(launch, "describe_device", lambda device: launch.Device("sm_90a", L2_BYTES, MULTIPROCESSORS))
-    monkeypatch.setattr(counter, "launch", stand_in.count)
+    monkeypatch.setattr(launch, "current", stand_in.current)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of a CPU
     monkeypatch.setattr(launch, "capturing", lambda device: False)
     monkeypatch.setattr(library, "loaded", lambda problem, arch: None)
     monkeypatch.setattr(library, "fetch", stand_in.fetch)
@@ -112,7 +116,7 @@ def test_output_and_lse(kernel, dtype, causal, scale):
 @pytest.mark.parametrize(("seqlen_q", "q_tiles"), [(1, 1), (128, 1), (129, 2), (300, 3)])
 def test_every_work_tile_is_counted(kernel, seqlen_q, q_tiles):
     fmha.attention(*tensors(batch=3, seqlen_q=seqlen_q, heads=4, head_dim=128))
-    assert kernel.work_tiles == [3 * 4 * q_tiles]
+    assert kernel.counter.base == 3 * 4 * q_tiles
 
 
 def test_without_an_lse_the_kernel_gets_the_same_empty_tensor(kernel):

@@ -101,17 +101,27 @@ def test_every_work_tile_is_dealt_to_one_cta_in_order_and_then_none(grid, multip
     assert sorted(itertools.chain(*shares)) == sorted(order)
 
 
+def rescales(problem: Problem, policy: str, seed: int = 0) -> int:
+    return sum(event.what == "rescale" for event in run(problem, seed, policy).trace)
+
+
 def test_the_threshold_decides_who_rescales():
     """Without an adversary: at every new maximum, only to leave the floor, or never; the last overflows."""
 
-    def rescales(rescale_above: float) -> int:
-        problem = Problem(16, 160, spread=1.0, config=small(consumers=1, rescale_above=rescale_above))
-        return sum(event.what == "rescale" for event in run(problem, policy="steady").trace)
+    def steady(rescale_above: float) -> int:
+        config = small(consumers=1, rescale_above=rescale_above)
+        return rescales(Problem(16, 160, spread=1.0, config=config), "steady")
 
-    assert rescales(0.0) > 3
-    assert rescales(8.0) == 1
+    assert steady(0.0) > 3
+    assert steady(8.0) == 1
     with pytest.raises(WrongNumbers):
-        rescales(math.inf)
+        steady(math.inf)
+
+
+@pytest.mark.parametrize("policy", ADVERSARIES)
+def test_an_adversary_also_rescales_where_it_need_not(policy):
+    problem = Problem(16, 160, spread=1.0, config=small(consumers=1, rescale_above=8.0))
+    assert {rescales(problem, policy, seed) for seed in range(10)} > {1, 2}
 
 
 def test_infinities_and_nan_spread_as_in_a_softmax():
@@ -248,6 +258,12 @@ class LoadsOnlyTheFirst(NumpyLoad):
         self.open(self.first_work(), self.q.first(), self.k.first())
 
 
+class AnnouncesTooMuch(NumpyLoad):
+    def run(self) -> None:
+        super().run()
+        self.v.commit(self.v.first())
+
+
 def visiting(change: int) -> type[simulate.Cta]:
     """All roles agree on `change` more tiles than there are."""
 
@@ -268,6 +284,10 @@ def twice(operation: str) -> type[simulate.Cta]:
         getattr(NumpyRing, operation)(self, *arguments)
 
     return broken_rings(**{operation: both})
+
+
+def wait_for_the_other_parity(self: NumpyRing, slot: Slot) -> None:
+    NumpyRing.wait(self, slot._replace(parity=slot.parity ^ 1))
 
 
 def load_of_another(self: NumpyRing, slot: Slot, work: Work, tile: int) -> None:
@@ -329,6 +349,11 @@ BROKEN = {
         Hazard,
         r"attend\d: work Q\[0\].*uses Q\[0\] without having waited for it",
     ),
+    "a wait for the other parity": (
+        broken_rings(wait=wait_for_the_other_parity),
+        (Hazard, Deadlock),
+        r"attend(\d): wait Q\[0\], .*the wait passed, but nothing was loaded since attend\1 released Q\[0\]",
+    ),
     "a slot read after its release": (
         broken(ATTEND=ReadsAfterRelease),
         Hazard,
@@ -342,6 +367,11 @@ BROKEN = {
         r"load: acquire K\[0\], tile \d \(K\[0\] empty, phase 0: 8 arrivals",
     ),
     "a slot announced twice": (twice("commit"), CountError, r"one arrival too many at [QKV]\[\d\] full"),
+    "bytes announced that nobody waits for": (
+        broken(LOAD=AnnouncesTooMuch),
+        CountError,
+        r"exit: V\[0\] full, phase \d+: 0 arrivals and 512 bytes to come",
+    ),
     "too many bytes announced": (
         miscounted(slot_bytes=1024),
         CountError,
@@ -412,6 +442,34 @@ def test_a_mistake_is_named_whatever_the_schedule(mistake, policy):
 def test_the_cta_does_not_exit_while_a_store_reads_shared_memory():
     with pytest.raises(Hazard, match="the CTA exits before store O of tile 0 by attend. has been waited for"):
         run(Problem(30, 83), cta=without("drain"))
+
+
+def test_a_slot_is_released_even_if_nobody_waits_for_that():
+    with pytest.raises(CountError, match=r"exit: K\[0\], tile 0, was not released by attend0, attend1"):
+        run(Problem(20, 10), cta=broken_rings(release=nothing))
+
+
+def test_a_release_is_counted_even_if_nobody_waits_for_it():
+    with pytest.raises(CountError, match=r"exit: K\[0\] empty, phase 0: 1 arrivals and 0 bytes to come"):
+        run(Problem(20, 10), cta=miscounted(empty_arrivals=1))
+
+
+def test_a_work_tile_posted_long_ago_is_not_taken_for_a_new_one():
+    """Three work tiles in two Q slots, and nothing is posted beside the third."""
+
+    class Forgets(NumpyWorkRing):
+        def post(self, slot: Slot, work: Work) -> None:
+            if work.head < 2:
+                super().post(slot, work)
+
+    with pytest.raises(Hazard, match=r"attend\d: work Q\[0\], tile 0, .*nothing was posted in Q\[0\]"):
+        run(Problem(20, 10, heads=3), cta=broken(WORK_RING=Forgets), multiprocessors=1)
+
+
+def test_what_is_no_work_tile_is_not_written():
+    tensors = simulate.Tensors(*Problem(20, 10).inputs(), scale=None)
+    with pytest.raises(TileError, match="lse of Work.*valid=0. is written, which is no work tile"):
+        tensors.write("lse", Work(q_tile=0, head=0, batch=1, valid=0), np.arange(3), np.zeros(3))
 
 
 @pytest.mark.parametrize("policy", ADVERSARIES)

@@ -107,6 +107,11 @@ class QueryRing(TmaRing, WorkRing):
             for i, field in enumerate(work):
                 self.posted[i, slot.stage] = Int32(field)
 
+    def release(self, slot: Slot) -> None:
+        # All lanes have read the work tile, one arrives for them.
+        cute.arch.sync_warp()
+        super().release(slot)
+
     def work(self, slot: Slot) -> Work:
         return Work(*(cute.arch.make_warp_uniform(self.posted[i, slot.stage]) for i in range(len(Work._fields))))
 

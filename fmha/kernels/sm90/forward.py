@@ -3,6 +3,7 @@
     q, o    [B, Sq, Hq, D]   16-bit, any strides whose last is 1 and whose others are multiples of 16 bytes
     k, v    [B, Sk, Hkv, D]  likewise
     lse     [B, Hq, Sq]      float32, natural logarithm; with an Sq of 0 it is not written
+    counter                  the address of an int32 that is `base` when the kernel starts and grows by the work tiles
 
 The CTAs, one a multiprocessor, compute work tiles of `tile_m` queries of one head until a counter says that there are
 no more. Batch, lengths, head counts, strides, scale and the width of the last tile are run-time values; a head dim
@@ -16,7 +17,7 @@ import math
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -33,7 +34,7 @@ WARPS_PER_WARPGROUP = WARPGROUP // 32
 
 
 class TmaLoad(Load):
-    """The producer warp. `counter` counts the work tiles taken beyond the first of each CTA, from `base` on."""
+    """The producer warp. The integer at address `counter` counts the work tiles taken, from `base` on."""
 
     def __init__(self, rings, domain, lengths, grid, counter, base) -> None:
         self.q, self.k, self.v = rings
@@ -55,7 +56,8 @@ class TmaLoad(Load):
         return cute.arch.shuffle_sync(taken, 0)
 
     def count(self) -> Int32:
-        return Int32(cute.arch.atomic_add(self.counter.iterator.llvm_ptr, Int32(1)))
+        counter = cute.make_ptr(Int32, self.counter, cute.AddressSpace.gmem, assumed_align=4)
+        return Int32(cute.arch.atomic_add(counter.llvm_ptr, Int32(1)))
 
     def next_work(self) -> Work:
         return work_of(cute.arch.grid_dim()[0] + self.take() - self.base, *self.grid)
@@ -269,7 +271,7 @@ class ForwardKernel:
         lse: cute.Tensor,
         scale_log2: Float32,
         head_group: Int32,
-        counter: cute.Tensor,
+        counter: Int64,
         base: Int32,
         multiprocessors: Int32,
         stream,
@@ -313,7 +315,9 @@ class ForwardKernel:
         )
 
     @cute.kernel
-    def kernel(self, atoms, tensors, lse, layouts, mmas, scale_log2: Float32, head_group: Int32, counter, base: Int32):
+    def kernel(
+        self, atoms, tensors, lse, layouts, mmas, scale_log2: Float32, head_group: Int32, counter: Int64, base: Int32
+    ):
         self.qk_first, self.qk, self.pv = mmas
         mq, mk, _, _ = tensors  # (S, D, H, B)
         allocator = SmemAllocator()
