@@ -121,7 +121,7 @@ def test_the_threshold_decides_who_rescales():
 @pytest.mark.parametrize("policy", ADVERSARIES)
 def test_an_adversary_also_rescales_where_it_need_not(policy):
     problem = Problem(16, 160, spread=1.0, config=small(consumers=1, rescale_above=8.0))
-    assert {rescales(problem, policy, seed) for seed in range(10)} > {1, 2}
+    assert max(rescales(problem, policy, seed) for seed in range(10)) > 1
 
 
 def test_infinities_and_nan_spread_as_in_a_softmax():
