@@ -12,7 +12,8 @@ Whatever the policy, an operation counts as in flight until it has been waited f
 and what it writes must not be touched, even where it happens to be done. An error is a `ScheduleError` that names the
 role, its operation, the tile and the step. Each rule cites the chapter of the PTX ISA that it comes from.
 
-Nothing here knows about attention. A role is one warp, or one warpgroup in lockstep.
+Nothing here knows about attention. A role is one warp, or one warpgroup in lockstep: races between the threads of a
+role are outside this model, and compute-sanitizer's business.
 """
 
 from __future__ import annotations
