@@ -77,7 +77,7 @@ def resource_table() -> str:
 def numbers(results: Path = RESULTS) -> str:
     """What was measured on each GPU: the GPU tests, then the suites of the benchmark."""
     parts = []
-    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in results.glob("*") if path.is_dir()):
         if (tests := folder / "tests.json").exists():
             parts.append(tests_line(json.loads(tests.read_text())))
         for suite, meaning in SUITES.items():

@@ -364,7 +364,7 @@ class Attend(Role):
         self.issue_qk(q_slot, slot)
         self.commit()
         self.v.wait(before)
-        self.fence()
+        self.fence()  # for ptxas: it puts one of its own after a wait, or takes every MMA for a pipeline of its own
         self.issue_pv(before)
         self.commit()
         self.turn.give()
