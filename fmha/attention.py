@@ -54,8 +54,8 @@ def attention(
     of 16 bytes, and no stride of 0, in modes of more than one element. Other inputs are copied first, another `out`
     is filled by a copy.
 
-    Infinities and NaN spread as in a plain softmax, 0 times either being NaN: one in v can also reach queries to which the
-    causal mask hides it. One in a hidden k never does.
+    Infinities and NaN spread as in a plain softmax, 0 times either being NaN: one in v can also reach queries to which
+    the causal mask hides it. One in a hidden k never does.
 
     The arrays may come from any library that speaks DLPack. torch tensors give torch tensors; for others the result
     returns to q's library if its array namespace has `from_dlpack`, and is a torch tensor otherwise. The launch is
