@@ -86,18 +86,20 @@ def attention(
     if torch.is_grad_enabled():
         _refuse_gradients(q, k, v, out)
 
+    # fmt: off
     signature = (
-        (q.shape, q.stride(), q.dtype, q.device),
-        (k.shape, k.stride(), k.dtype, k.device),
-        (v.shape, v.stride(), v.dtype, v.device),
-        None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-        (causal, scale, type(scale), return_lse),  # the type, because True == 1.0
+        q.shape, q.stride(), q.dtype, q.get_device(),
+        k.shape, k.stride(), k.dtype, k.get_device(),
+        v.shape, v.stride(), v.dtype, v.get_device(),
+        None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
+        causal, return_lse, scale, type(scale),  # the type, because True == 1.0
     )
+    # fmt: on
     try:
         plan = PLANS.get(signature)
     except TypeError:  # a scale that cannot be hashed is no number: planning says so
         plan = None
-    if plan is None:
+    if plan is None:  # for calls that are refused there never is one
         plan = _plan(q, k, v, out, causal, scale, return_lse)
         launch.remember(signature, plan)
     return plan(q, k, v, out)
@@ -117,8 +119,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, causal: bool, sca
 
     answer = Answer(
         shape=tuple(q.shape),
-        strides=layout.contiguous_strides(q.shape),
-        dtype=q.dtype,
+        contiguous=q.is_contiguous(),
         device=q.device,
         return_lse=return_lse,
         reach=tuple(0 if tensor is None else layout.reach(tensor) for tensor in (q, k, v, out)),
@@ -138,7 +139,6 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, causal: bool, sca
         multiprocessors=device.multiprocessors,
         inputs_in_place=layout.in_place(q) and layout.in_place(k) and layout.in_place(v),
         out_in_place=out is not None and layout.in_place(out),
-        no_lse=launch.no_lse(q.device),
     )
 
 

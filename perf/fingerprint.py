@@ -35,6 +35,8 @@ def meaning(node: object) -> Iterator[str]:
 
     Empty fields are left out because newer Pythons add some (`type_params`), which `ast.dump` would show.
     """
+    if isinstance(node, ast.JoinedStr):
+        node = ast.JoinedStr(_joined(node.values))
     if isinstance(node, ast.AST):
         yield f"({type(node).__name__}"
         for name, value in ast.iter_fields(node):
@@ -48,6 +50,18 @@ def meaning(node: object) -> Iterator[str]:
                 yield from meaning(item)
     else:
         yield repr(node)
+
+
+def _joined(parts: list[ast.expr]) -> list[ast.expr]:
+    """The parts of an f-string with its text in as few pieces as can be: Python 3.12 leaves more."""
+    joined: list[ast.expr] = []
+    for part in parts:
+        before = joined[-1] if joined else None
+        if isinstance(part, ast.Constant) and isinstance(before, ast.Constant):
+            joined[-1] = ast.Constant(before.value + part.value)  # type: ignore[operator]
+        else:
+            joined.append(part)
+    return [part for part in joined if not (isinstance(part, ast.Constant) and part.value == "")]
 
 
 def _is_text(node: object) -> bool:

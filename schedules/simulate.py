@@ -314,17 +314,21 @@ class Cta:
             return Buffer(f"{name}[{stage}]" + (f".{i}" if len(rows) > 1 else ""), data, Fence.PROXY)
 
         buffers = [[part(stage, i) for i in range(len(rows))] for stage in range(stages)]
-        counts = self.counts(sum(rows) * self.config.head_dim)
+        counts = self.counts(kind, sum(rows) * self.config.head_dim)
         return kind(self.machine, name, buffers, source, tiles, self.names, counts)
 
-    def counts(self, elements: int) -> Counts:
-        """What the barriers of a ring count whose slots hold so many elements."""
-        warps = WARPGROUP // 32  # one lane of each arrives when its warpgroup releases a slot
+    def counts(self, kind: type[NumpyRing], elements: int) -> Counts:
+        """What the barriers of a ring count whose slots hold so many elements.
+
+        Who releases a slot has read it by MMAs, and one lane of each warp arrives. What is posted in a slot of Q every
+        lane has read for itself, and every lane arrives.
+        """
+        releasing = WARPGROUP if issubclass(kind, NumpyWorkRing) else WARPGROUP // 32
         return Counts(
             full_arrivals=1,
             slot_bytes=elements * ELEMENT_BYTES,
-            empty_arrivals=warps * self.config.consumers,
-            release_arrivals=warps,
+            empty_arrivals=releasing * self.config.consumers,
+            release_arrivals=releasing,
         )
 
     def _query_source(self, work: Work, tile: int) -> list[np.ndarray]:

@@ -48,9 +48,10 @@ def compile_object(problem: Problem, config: BlockConfig, arch: str) -> bytes:
 def load(object_file: bytes) -> Callable[..., None]:
     """The launch function of a compiled object, a `tvm_ffi.Function`.
 
-    It is called as `function(q, k, v, o, lse, scale_log2, head_group, counter, base, multiprocessors)` with torch
-    tensors or any others of the DLPack exchange API; `fmha.jit.counter` says what counter and base are. It launches on
-    the device of the tensors, on that device's current stream.
+    It is called as `function(q, k, v, o, lse, scale_log2, head_group, counter, base, multiprocessors)`: q, k, v and o
+    are torch tensors or any others of the DLPack exchange API; lse is the address of a contiguous float32 [B, Hq, Sq],
+    or 0 for none; `fmha.jit.counter` says what counter (an address, too) and base are. It launches on the device of the
+    tensors, on that device's current stream.
     Bytes that are no such object raise whatever the DSL makes of them.
     """
     import cutlass.cute as cute
@@ -103,13 +104,8 @@ def _abstract_arguments(problem: Problem) -> tuple[Any, ...]:
 
     q, o = tokens(seqlen_q, heads), tokens(seqlen_q, heads)
     k, v = tokens(seqlen_k, kv_heads), tokens(seqlen_k, kv_heads)
-    lse = make_fake_tensor(
-        cutlass.Float32,
-        tuple(cute.sym_int() for _ in range(3)),  # of its own: it is empty where no LSE is asked for
-        (cute.sym_int64(), cute.sym_int64(), 1),
-        assumed_align=4,
-    )
     scalars = (
+        cutlass.Int64(0),  # lse, an address
         cutlass.Float32(1.0),  # scale_log2
         cutlass.Int32(1),  # head_group
         cutlass.Int64(0),  # counter, an address
@@ -117,7 +113,7 @@ def _abstract_arguments(problem: Problem) -> tuple[Any, ...]:
         cutlass.Int32(1),  # multiprocessors
     )
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)  # the caller's current one, and no argument of the call
-    return q, k, v, o, lse, *scalars, stream
+    return q, k, v, o, *scalars, stream
 
 
 @contextmanager

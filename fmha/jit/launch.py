@@ -28,14 +28,15 @@ class Answer:
     """What a call gives back: an output like q, contiguous unless the caller brings one, and the LSE if asked for."""
 
     shape: tuple[int, ...]  # [B, Sq, Hq, D]
-    strides: tuple[int, ...]  # of a fresh output
-    dtype: torch.dtype
+    contiguous: bool  # whether q is
     device: torch.device
     return_lse: bool
     reach: tuple[int, ...]  # bytes from the first to the last element of q, k, v and the caller's `out`
 
-    def new_output(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+    def new_output(self, q: Tensor) -> Tensor:
+        if self.contiguous:
+            return torch.empty_like(q)  # the same, and quicker
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def new_lse(self) -> Tensor:
         batch, seqlen_q, heads, _ = self.shape
@@ -63,7 +64,6 @@ class Launch:
     multiprocessors: int
     inputs_in_place: bool  # the kernel can address q, k and v as they are, wherever they are aligned
     out_in_place: bool  # and the caller's `out`
-    no_lse: Tensor  # the empty tensor that tells the kernel to write no LSE
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         answer = self.answer
@@ -78,16 +78,17 @@ class Launch:
         if out is not None and self.out_in_place and layout.aligned(out):
             o = out
         else:
-            o = answer.new_output()
-        lse = answer.new_lse() if answer.return_lse else self.no_lse
+            o = answer.new_output(q)
+        lse = answer.new_lse() if answer.return_lse else None
+        lse_address = 0 if lse is None else lse.data_ptr()
         with LAUNCHING:
             counter = current(device)
             scalars = (self.scale_log2, self.head_group, counter.address, counter.base, self.multiprocessors)
-            self.function(q, k, v, o, lse, *scalars)
+            self.function(q, k, v, o, lse_address, *scalars)
             counter.advance(self.work_tiles)
         if out is not None and out is not o:
             o = out.copy_(o)
-        return (o, lse) if answer.return_lse else o
+        return o if lse is None else (o, lse)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +101,7 @@ class Blank:
         answer = self.answer
         if out is not None:
             answer.refuse_overlap(q, k, v, out)
-        o = (answer.new_output() if out is None else out).zero_()
+        o = (answer.new_output(q) if out is None else out).zero_()
         return (o, answer.new_lse().fill_(-torch.inf)) if answer.return_lse else o
 
 
@@ -150,18 +151,13 @@ def capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-@functools.cache
-def no_lse(device: torch.device) -> Tensor:
-    return torch.empty((0, 0, 0), dtype=torch.float32, device=device)
-
-
 def touch(function: Callable[..., None], problem: Problem) -> None:
     """Launches a kernel for one query and one key on the current device: the driver loads its code at the first launch,
     which must not be one that a CUDA graph captures."""
     device = torch.device("cuda", torch.cuda.current_device())
     q, k, v, o = torch.zeros((4, 1, 1, 1, problem.head_dim), dtype=getattr(torch, problem.dtype), device=device)
     counter = Counter(device)
-    function(q, k, v, o, no_lse(device), 1.0, 1, counter.address, counter.base, 1)
+    function(q, k, v, o, 0, 1.0, 1, counter.address, counter.base, 1)
 
 
 def from_dlpack(name: str, array: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -95,11 +96,12 @@ def broken_rings(**methods) -> type[simulate.Cta]:
     )
 
 
-def miscounted(**changes: int) -> type[simulate.Cta]:
-    """A CTA whose rings count more or less than they should."""
+def miscounted(**changes: int | Callable[[Counts], int]) -> type[simulate.Cta]:
+    """A CTA whose rings count more or less than they should: by so many, or what a function says."""
 
-    def counts(self: simulate.Cta, elements: int) -> Counts:
-        right = simulate.Cta.counts(self, elements)
-        return replace(right, **{name: getattr(right, name) + change for name, change in changes.items()})
+    def counts(self: simulate.Cta, kind: type[NumpyRing], elements: int) -> Counts:
+        right = simulate.Cta.counts(self, kind, elements)
+        wrong = {n: c(right) if callable(c) else getattr(right, n) + c for n, c in changes.items()}
+        return replace(right, **wrong)
 
     return broken(counts=counts)

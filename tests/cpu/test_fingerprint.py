@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from perf.fingerprint import ROOT, fingerprint
+from perf.fingerprint import ROOT, fingerprint, meaning
 
 SOURCE = '''"""Doc."""
 
@@ -63,6 +64,17 @@ def test_comments_docstrings_and_layout_leave_it(tmp_path: Path, old: str, new: 
 def test_code_changes_it(tmp_path: Path, old: str, new: str) -> None:
     assert SOURCE.replace(old, new) != SOURCE
     assert of(tmp_path, SOURCE) != of(tmp_path, SOURCE.replace(old, new))
+
+
+def test_text_in_pieces_is_the_same_text() -> None:
+    """Python 3.12 leaves the pieces of adjacent strings in an f-string, and empty ones; other versions join them."""
+
+    def fstring(*texts: str) -> list[str]:
+        value = ast.FormattedValue(ast.Name("x", ast.Load()), conversion=-1)
+        return list(meaning(ast.JoinedStr([*map(ast.Constant, texts), value])))
+
+    assert fstring("a", "b", "") == fstring("ab") == fstring("", "ab") != fstring("ba")
+    assert fstring() == fstring("") != fstring("a")
 
 
 def test_both_packages_and_file_names_count(tmp_path: Path) -> None:

@@ -296,9 +296,11 @@ def counts() -> dict[str, type[simulate.Cta]]:
 
     return {
         "a slot is free one arrival too early": miscounted(empty_arrivals=-1),
-        "a slot is free when all consumers but one have released it": miscounted(empty_arrivals=-4),
+        "a slot is free when all consumers but one have released it": miscounted(
+            empty_arrivals=lambda right: right.empty_arrivals - right.release_arrivals
+        ),
         "a slot waits for one arrival too many": miscounted(empty_arrivals=1),
-        "one warp of a warpgroup releases": miscounted(release_arrivals=-3),
+        "one warp of a warpgroup releases": miscounted(release_arrivals=lambda right: right.release_arrivals // 4),
         "too few bytes are announced": miscounted(slot_bytes=-2),
         "too many bytes are announced": miscounted(slot_bytes=2),
         "a full barrier waits for two arrivals": miscounted(full_arrivals=1),

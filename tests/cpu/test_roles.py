@@ -106,13 +106,19 @@ def instructions(monkeypatch) -> list[tuple]:
     return calls
 
 
-def test_the_rings_of_kernel_and_model_count_alike(instructions):
-    """An empty barrier waits for one arrival of every consumer warp; parities are the same."""
+@pytest.mark.parametrize(
+    ("kernel_ring", "model_ring", "more"),
+    [(barriers.TmaRing, rings.NumpyRing, ()), (barriers.QueryRing, rings.NumpyWorkRing, (None, None))],
+)
+def test_the_rings_of_kernel_and_model_count_alike(instructions, kernel_ring, model_ring, more):
+    """An empty barrier waits for the arrivals of every consumer; parities are the same."""
     cta = simulate.Cta.__new__(simulate.Cta)
     cta.config = simulate.SMALL
-    counts = cta.counts(elements=256)
-    warps = cta.config.consumers * counts.release_arrivals
-    ring = barriers.TmaRing(100, stages=3, stage_bytes=counts.slot_bytes, consumer_warps=warps)
+    counts = cta.counts(model_ring, elements=256)
+    warps = cta.config.consumers * 4
+    ring = kernel_ring(100, 3, counts.slot_bytes, warps, *more)
+    assert warps * kernel_ring.RELEASING_LANES == counts.empty_arrivals
+    assert counts.empty_arrivals == cta.config.consumers * counts.release_arrivals
     ring.init()
     expected = {100: counts.full_arrivals, 103: counts.empty_arrivals}
     assert instructions == [

@@ -24,14 +24,16 @@ class Copy(NamedTuple):
 class TmaRing(Ring):
     """A ring whose slots TMA fills. Barriers: `stages` full ones, then `stages` empty ones.
 
-    A full barrier completes when the producer has arrived once and the bytes have landed; an empty one when one lane
-    of each of `consumer_warps` warps has arrived.
+    A full barrier completes when the producer has arrived once and the bytes have landed; an empty one when
+    `RELEASING_LANES` of each of `consumer_warps` warps have arrived.
     """
+
+    RELEASING_LANES = 1
 
     def __init__(self, barriers: cute.Pointer, stages: int, stage_bytes: int, consumer_warps: int) -> None:
         self.stages = stages
         self.stage_bytes = stage_bytes
-        self.consumer_warps = consumer_warps
+        self.release_arrivals = self.RELEASING_LANES * consumer_warps
         self.full = barriers
         self.empty = barriers + stages
 
@@ -39,7 +41,7 @@ class TmaRing(Ring):
         """By one thread of the CTA, before the barrier that opens the roles."""
         for stage in range(self.stages):
             cute.arch.mbarrier_init(self.full + stage, 1)
-            cute.arch.mbarrier_init(self.empty + stage, self.consumer_warps)
+            cute.arch.mbarrier_init(self.empty + stage, self.release_arrivals)
 
     def acquire(self, slot: Slot) -> None:
         # The first pass finds the slots free: waiting for the parity before the barrier's first returns at once.
@@ -80,7 +82,13 @@ class TileRing(TmaRing):
 
 
 class QueryRing(TmaRing, WorkRing):
-    """Q: a slot holds a 64-row copy for each consumer warpgroup, and a work tile in four integers beside it."""
+    """Q: a slot holds a 64-row copy for each consumer warpgroup, and a work tile in four integers beside it.
+
+    Every lane reads those by an ordinary load, so every lane arrives when it releases them: an arrival orders only the
+    reads of the thread that arrives.
+    """
+
+    RELEASING_LANES = 32
 
     def __init__(self, barriers, stages, stage_bytes, consumer_warps, copy: Copy, posted: cute.Tensor) -> None:
         super().__init__(barriers, stages, stage_bytes, consumer_warps)
@@ -108,9 +116,7 @@ class QueryRing(TmaRing, WorkRing):
                 self.posted[i, slot.stage] = Int32(field)
 
     def release(self, slot: Slot) -> None:
-        # All lanes have read the work tile, one arrives for them.
-        cute.arch.sync_warp()
-        super().release(slot)
+        cute.arch.mbarrier_arrive(self.empty + slot.stage)
 
     def work(self, slot: Slot) -> Work:
         return Work(*(cute.arch.make_warp_uniform(self.posted[i, slot.stage]) for i in range(len(Work._fields))))

@@ -2,7 +2,7 @@
 
     q, o    [B, Sq, Hq, D]   16-bit, any strides whose last is 1 and whose others are multiples of 16 bytes
     k, v    [B, Sk, Hkv, D]  likewise
-    lse     [B, Hq, Sq]      float32, natural logarithm; with an Sq of 0 it is not written
+    lse                      the address of a contiguous [B, Hq, Sq] of float32, natural logarithm; 0 for none
     counter                  the address of an int32 that is `base` when the kernel starts and grows by the work tiles
 
 The CTAs, one a multiprocessor, compute work tiles of `tile_m` queries of one head until a counter says that there are
@@ -202,11 +202,13 @@ class WgmmaAttend(Attend):
 class OutputStore:
     """The way of O from registers through shared to global memory, and that of the LSE."""
 
-    def __init__(self, kernel: ForwardKernel, copy: Copy, so: cute.Tensor, lse: cute.Tensor) -> None:
+    def __init__(self, kernel: ForwardKernel, copy: Copy, so: cute.Tensor, lse: Int64, heads: Int32, rows: Int32):
         self.kernel = kernel
         self.copy = copy
         self.so = so  # (64, head_dim, slot), swizzled
-        self.mlse = lse  # (B, H, Sq)
+        self.lse_address = lse
+        self.heads = heads
+        self.rows = rows  # of Q
 
     def stage(self, rounded: cute.Tensor, thread: Int32, place: Int32) -> None:
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.kernel.dtype)
@@ -227,11 +229,13 @@ class OutputStore:
 
     @cute.jit
     def lse(self, work: Work, row: Int32, value: Float32, lane: Int32):
-        if lane % 4 == 0 and row < self.mlse.shape[2]:
+        if lane % 4 == 0 and row < self.rows and self.lse_address != 0:
             self.write_lse(work, row, value)
 
     def write_lse(self, work: Work, row: Int32, value: Float32) -> None:
-        self.mlse[work.batch, work.head, row] = value
+        line = Int64(work.batch) * self.heads + work.head
+        lse = cute.make_ptr(Float32, self.lse_address, cute.AddressSpace.gmem, assumed_align=4)
+        cute.make_tensor(lse + (line * self.rows + row), cute.make_layout(1))[0] = value
 
 
 class ForwardKernel:
@@ -268,7 +272,7 @@ class ForwardKernel:
         k: cute.Tensor,
         v: cute.Tensor,
         o: cute.Tensor,
-        lse: cute.Tensor,
+        lse: Int64,
         scale_log2: Float32,
         head_group: Int32,
         counter: Int64,
@@ -300,9 +304,9 @@ class ForwardKernel:
         self.kernel(
             (q_atom, k_atom, v_atom, o_atom),
             (q_tma, k_tma, v_tma, o_tma),
-            lse,
             (sq_layout, sk_layout, sv_layout),
             (self.qk_first, self.qk, self.pv),
+            lse,
             scale_log2,
             head_group,
             counter,
@@ -316,7 +320,16 @@ class ForwardKernel:
 
     @cute.kernel
     def kernel(
-        self, atoms, tensors, lse, layouts, mmas, scale_log2: Float32, head_group: Int32, counter: Int64, base: Int32
+        self,
+        atoms,
+        tensors,
+        layouts,
+        mmas,
+        lse: Int64,
+        scale_log2: Float32,
+        head_group: Int32,
+        counter: Int64,
+        base: Int32,
     ):
         self.qk_first, self.qk, self.pv = mmas
         mq, mk, _, _ = tensors  # (S, D, H, B)
@@ -329,7 +342,7 @@ class ForwardKernel:
 
         index = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP - 1
         turn = PingPong(index, self.config.consumers)
-        store = OutputStore(self, copies[3], shared[0], lse)
+        store = OutputStore(self, copies[3], shared[0], lse, mq.shape[2], mq.shape[0])
         lengths = (mq.shape[0], mk.shape[0])
         attend = WgmmaAttend(self, rings, turn, self._operands(*shared), store, lengths, scale_log2, index)
         grid = (cute.ceil_div(mq.shape[0], self.config.tile_m), mq.shape[2], mq.shape[3], head_group)
