@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from perf.suites import Case
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 FOUND_SOMETHING = 86  # our choice of exit code for a tool's findings
+PRINTED = 5000  # findings that a tool may print
 POISON = float("nan")
 
 CASES = tuple(
@@ -66,7 +68,15 @@ def under(tool: str | None, timeout: float) -> dict[str, Any]:
     """This module in a process of its own, under `tool` if one is given: exit code, summary, output and seconds."""
     prefix = []
     if tool is not None:
-        prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND_SOMETHING), "--print-limit", "50"]
+        prefix = [
+            "compute-sanitizer",
+            "--tool",
+            tool,
+            "--error-exitcode",
+            str(FOUND_SOMETHING),
+            "--print-limit",
+            str(PRINTED),
+        ]
         prefix += ["--racecheck-report", "all"] if tool == "racecheck" else []
     began = time.monotonic()
     try:
@@ -83,13 +93,25 @@ def under(tool: str | None, timeout: float) -> dict[str, Any]:
         code = None
         output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         output += f"\nstopped after {timeout:.0f} s\n"
-    return {"exit": code, "summary": summary(output), "seconds": round(time.monotonic() - began, 1), "output": output}
+    seconds = round(time.monotonic() - began, 1)
+    return {"exit": code, "summary": summary(output), "seconds": seconds, "hazards": hazards(output), "output": output}
 
 
 def summary(output: str) -> str:
     """The tool's last line about its findings, "" if it has none."""
     found = re.findall(r"=+ (.*SUMMARY: .*)", output)
     return found[-1] if found else ""
+
+
+def hazards(output: str) -> dict[str, int]:
+    """What racecheck objects to, by kind and the two instructions, and how often."""
+    found: Counter[str] = Counter()
+    for block in re.split(r"=+ (?=Error|Warning)", output)[1:]:
+        kind = re.match(r"\w+: Potential (\w+) hazard", block)
+        places = re.findall(r"(Read|Write) Thread \(\d+,\d+,\d+\) at (\S+)", block)
+        if kind:
+            found[", ".join([kind[1], *(f"{access} at {place}" for access, place in places)])] += 1
+    return dict(found.most_common())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,11 +136,13 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     for tool in (None, *args.tool):  # alone first: it compiles what is missing, and wrong numbers need no tool
         found = under(tool, args.timeout)
-        print(found["output"][-6000:])
+        print(found["output"][:3000])
+        for hazard, times in found["hazards"].items():
+            print(f"{times} x {hazard}")
         print(
             f"{tool or 'alone'}: exit code {found['exit']} after {found['seconds']} s. {found['summary']}", flush=True
         )
-        found["output"] = found["output"][-20_000:]
+        found["output"] = found["output"][:20_000]
         report["tools"][tool or "alone"] = found
         failed |= found["exit"] != 0
         if args.out:

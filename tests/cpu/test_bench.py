@@ -461,6 +461,21 @@ def test_a_sanitizers_summary_is_found() -> None:
     assert sanitize.summary("nothing") == ""
 
 
+def test_hazards_are_counted_by_what_they_are() -> None:
+    one = """========= Error: Potential WAR hazard detected at __shared__ {at} in block (2,0,0) :
+=========     Read Thread (287,0,0) at kernel_0+0x4950
+=========     Write Thread (0,0,0) at kernel_0+0x4300
+=========     Current Value : 1, Incoming Value : 0
+"""
+    other = one.replace("WAR", "RAW").replace("0x4300", "0x10")
+    output = "ok\n" + one.format(at="0x45d") + other.format(at="0x45d") + one.format(at="0x45e") + "========= done\n"
+    assert sanitize.hazards(output) == {
+        "WAR, Read at kernel_0+0x4950, Write at kernel_0+0x4300": 2,
+        "RAW, Read at kernel_0+0x4950, Write at kernel_0+0x10": 1,
+    }
+    assert sanitize.hazards("ok\n========= ERROR SUMMARY: 0 errors\n") == {}
+
+
 def test_sanitized_problems_are_tiny_and_cover_every_kernel_shape() -> None:
     assert {(c.head_dim, c.causal) for c in sanitize.CASES} >= set(itertools.product((64, 128, 256), (False, True)))
     assert sum(case.flops for case in sanitize.CASES) < 3e9
