@@ -25,21 +25,21 @@ EM_CUDA = 190  # the machine of a cubin in its ELF header
 _tracing = threading.Lock()  # the DSL traces into state of the whole process
 
 
-def compile_object(problem: Problem, config: BlockConfig, arch: str) -> bytes:
+def compile_object(problem: Problem, config: BlockConfig, arch: str, *, recorder: str | None = None) -> bytes:
     """Compiles the kernel of (problem, config) for `arch` into an object file, the same bytes in every process.
 
     Strides of q, k, v and o must be multiples of 8 elements and their bases of 16 bytes: the code relies on it, and
-    the launch function checks it.
+    the launch function checks it. `recorder` names one of the architecture's `trace.KERNELS`, which record what their
+    roles do; such an object is for a profiler and never comes near the cache.
     """
     import cutlass.cute as cute
 
-    kernel_class = _kernel_class(arch)
+    kernel_class = _kernel_class(arch, recorder)
     with _tracing, _memory_file() as path:
-        kernel_class.kernel.set_name_prefix(
-            key.symbol(problem, config, arch), remove_cutlass_symbol=True, keep_mangled_name=False
-        )
+        name = key.symbol(problem, config, arch) + (f"_{recorder}" if recorder else "")
+        kernel_class.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
         kernel = kernel_class(_element_type(problem.dtype), problem.mask, config)
-        options = f"--enable-tvm-ffi --gpu-arch {arch}"
+        options = f"--enable-tvm-ffi --gpu-arch {arch}" + (" iket" if recorder == "iket" else "")
         cute.compile(kernel, *_abstract_arguments(problem), options=options).export_to_c(path, function_name=ENTRY)
         with open(path, "rb") as file:
             return file.read()
@@ -77,10 +77,13 @@ def _elf_bytes(header: bytes) -> int:
     return max(programs + program_bytes * program_count, sections + section_bytes * section_count)
 
 
-def _kernel_class(arch: str) -> Any:
-    """`ForwardKernel` of the folder that `arch` is lowered in: fmha/kernels/sm90 for sm_90a."""
-    folder = arch.replace("_", "").rstrip("af")
-    return importlib.import_module(f"fmha.kernels.{folder}.forward").ForwardKernel
+def _kernel_class(arch: str, recorder: str | None) -> Any:
+    """`ForwardKernel` of the folder that `arch` is lowered in, fmha/kernels/sm90 for sm_90a, or one of its `KERNELS`
+    that record."""
+    folder = "fmha.kernels." + arch.replace("_", "").rstrip("af")
+    if recorder is not None:
+        return importlib.import_module(f"{folder}.trace").KERNELS[recorder]
+    return importlib.import_module(f"{folder}.forward").ForwardKernel
 
 
 def _element_type(dtype: str) -> Any:

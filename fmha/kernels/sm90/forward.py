@@ -344,10 +344,16 @@ class ForwardKernel:
         turn = PingPong(index, self.config.consumers)
         store = OutputStore(self, copies[3], shared[0], lse, mq.shape[2], mq.shape[0])
         lengths = (mq.shape[0], mk.shape[0])
-        attend = WgmmaAttend(self, rings, turn, self._operands(*shared), store, lengths, scale_log2, index)
         grid = (cute.ceil_div(mq.shape[0], self.config.tile_m), mq.shape[2], mq.shape[3], head_group)
-        load = TmaLoad(rings, self.domain, lengths, grid, counter, base)
+        attend, load = self._roles(
+            (self, rings, turn, self._operands(*shared), store, lengths, scale_log2, index),
+            (rings, self.domain, lengths, grid, counter, base),
+        )
         Cta(self.config, rings, turn, load, attend).run()
+
+    def _roles(self, attend, load) -> tuple[WgmmaAttend, TmaLoad]:
+        """From their arguments; `trace` has others."""
+        return WgmmaAttend(*attend), TmaLoad(*load)
 
     def _copies(self, atoms, tensors, shared) -> list[Copy]:
         """Those of Q, K, V and O, whose slots are Q's."""
