@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fmha.problem import ARCHITECTURES, DTYPES, MASKS, PLANNED, Problem, supports
-from perf import resources, show
+from perf import resources, series, show
+from perf.show import OURS
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -27,6 +27,22 @@ SUITES = {
     "tail": "Lengths that leave a partial last tile: the same, and the rate as a part of that at the whole length",
     "launch": "What a call costs besides its kernel; less is better, and ratios above 1 mean that fmha takes less",
 }
+CHARTS = {  # what each one shows, for those who cannot see it
+    "rate": "TFLOP/s over sequence length for each head dim and mask: fmha, its peers and cuBLAS",
+    "ratio": "fmha's rate over the fastest peer's at each sequence length, for each head dim and mask",
+    "tail": "Rate at lengths a little past a multiple of every tile, relative to the rate at the multiple",
+    "launch": "Host and first-call times of fmha and its peers",
+    "resources": "Instructions of each kernel's KV loop for each score, by kind, and its registers, spills and stack",
+}
+SHORT_LENGTHS = (512, 1024, 4096, 16384)
+SHORT_TAIL = "The lowest rate past each base length, as a part of the same candidate's rate at it"
+SHORT_LAUNCH = "What a call costs besides its kernel"
+SHORT_LAUNCH_ROWS = (  # what a user meets first; the page has the others
+    "eager call, host",
+    "call in a CUDA graph of 20, device",
+    "cold compile, first kernel of the process",
+    "disk hit, first kernel of the process",
+)
 PROBED = range(1, 513)  # head dims
 REFUSED = (Problem("float32", 128), Problem("bfloat16", 100), Problem("bfloat16", 264))  # shown beside the table
 
@@ -64,29 +80,55 @@ def spans(numbers: list[int]) -> str:
 
 
 def resource_table() -> str:
-    """The committed resources of every variant."""
+    """The committed resources of every variant: the chart, and its numbers folded away."""
     columns = ("kernel", "registers", "stack bytes", "spills", "KV loop", "per score", "masked KV loop")
     rows = []
     for name, row in resources.load().items():
         registers = "/".join(map(str, row.setmaxnreg))
         masked = ", ".join(map(str, row.masked))
         rows.append((name, registers, row.stack_bytes, row.spills, row.body, row.body_per_score, masked))
-    return table(columns, rows)
+    chart = image("resources", "perf")
+    return f"{chart}\n\n<details><summary>The same in numbers</summary>\n\n{table(columns, rows)}\n\n</details>"
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
 
 
 def numbers(results: Path = RESULTS) -> str:
-    """What was measured on each GPU: the GPU tests, then the suites of the benchmark."""
-    parts = []
-    for folder in sorted(path for path in results.glob("*") if path.is_dir()):
-        if (tests := folder / "tests.json").exists():
-            parts.append(tests_line(json.loads(tests.read_text())))
-        for suite, meaning in SUITES.items():
-            if (path := folder / f"{suite}.json").exists():
-                parts += [f"### {suite.capitalize()}", f"{meaning}.", suite_table(json.loads(path.read_text()))]
+    """The short of what was measured on each GPU, and where the rest is."""
+    return "\n\n".join(gpu_numbers(found) for folder in folders(results) if (found := series.load(folder)))
+
+
+def folders(results: Path = RESULTS) -> list[Path]:
+    """Those of the GPUs."""
+    return sorted(path for path in results.glob("*") if path.is_dir())
+
+
+def gpu_numbers(results: series.Results) -> str:
+    """Three charts at most, and the rows of the tables that matter most."""
+    parts = [f"### {results.gpu}"]
+    place = f"perf/results/{results.folder.name}"
+    drawn = series.charts(results)
+    if results.tests:
+        parts.append(tests_line(results.tests))
+    if dense := results.runs.get("dense"):
+        parts += [image("rate", place)] if "rate" in drawn else []
+        parts += [f"{SUITES['dense']}.", short_table(dense["rows"]), where(dense["meta"])]
+    if tail := results.runs.get("tail"):
+        parts += [image("tail", place)] if "tail" in drawn else []
+        parts += [f"{SHORT_TAIL}:", tail_table(tail["rows"]), where(tail["meta"])]
+    if launch := results.runs.get("launch"):
+        parts += [f"{SHORT_LAUNCH}:", launch_table(launch["rows"]), where(launch["meta"])]
+    parts.append(f"Every row, with versions and the commands that repeat it: [{place}]({place}/README.md).")
     return "\n\n".join(parts)
 
 
-def tests_line(record: dict[str, Any]) -> str:
+def image(chart: str, place: str) -> str:
+    """A chart, with words for those who cannot see it."""
+    return f"![{CHARTS[chart]}]({place and place + '/'}{chart}.png)"
+
+
+def tests_line(record: Mapping[str, Any]) -> str:
     """What the GPU tests found."""
     outcomes, checked = record["tests"], record["cases"]
     worst = ", ".join(f"{entry['worst_ratio']:.2f} ({dtype})" for dtype, entry in checked.items())
@@ -99,13 +141,54 @@ def tests_line(record: dict[str, Any]) -> str:
     )
 
 
-def suite_table(result: dict[str, Any]) -> str:
-    """A table of a suite's rows, and where and how they were measured."""
-    meta = result["meta"]
-    header, lines = show.cells(result["rows"])
-    peers = ", ".join(f"{peer}: {meta['titles'][peer]}" for peer in meta["titles"] if peer != show.OURS)
-    where = f"{meta['gpu']}, driver {meta['driver']}, {meta['date']}, sources `{meta['source']}`"
-    return table(header, lines) + f"\n\n{where}; `{meta['command'].split(' --out')[0]}`. {peers}."
+def short_table(rows: Sequence[series.Row]) -> str:
+    """The rates at a few lengths, and their ratios to each peer's and the best one's."""
+    peers = series.peers(rows)
+    lines = []
+    for name, group in series.groups(rows).items():
+        for row in group:
+            if row["case"]["seqlen_k"] in SHORT_LENGTHS:
+                best = show.best_peer(row)
+                ratios = [show.ratio(row, peer) for peer in peers] + [show.ratio(row, best) if best else None]
+                rate = "wrong" if "error" in row else show.number(row[OURS])
+                lines.append((name, row["case"]["seqlen_k"], rate, *map(two_digits, ratios)))
+    return table(("problem", "S", "TFLOP/s", *(f"{OURS}/{peer}" for peer in peers), f"{OURS}/best"), lines)
+
+
+def tail_table(rows: Sequence[series.Row]) -> str:
+    """The worst of each base length."""
+    candidates = [OURS, *series.peers(rows)]
+    lines = [(name, *(two_digits(worst.get(who)) for who in candidates)) for name, worst in series.worst_tails(rows)]
+    return table(("lengths", *candidates), lines)
+
+
+def launch_table(rows: Sequence[series.Row]) -> str:
+    """What matters most of it."""
+    candidates = [OURS, *series.peers(rows)]
+    lines = [
+        (row["case"]["name"], row.get("unit", "wrong"), *(show.number(series.rate(row, who)) for who in candidates))
+        for row in rows
+        if row["case"]["name"] in SHORT_LAUNCH_ROWS
+    ]
+    return table(("what", "unit", *candidates), lines)
+
+
+def two_digits(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def where(meta: Mapping[str, Any]) -> str:
+    """On what a suite was measured, how, and who is who."""
+    others = {peer: title for peer, title in meta["titles"].items() if peer != OURS}
+    who = ", ".join(f"{peer}: {title}" for peer, title in others.items() if peer not in meta["missing_peers"])
+    missing = ", ".join(others[peer] for peer in meta["missing_peers"] if peer in others)
+    place = f"{meta['gpu']}, driver {meta['driver']}, {meta['date']}, sources `{meta['source']}`"
+    return f"{place}; `{command(meta)}`. {who or 'No peers'}." + (f" Not installed: {missing}." if missing else "")
+
+
+def command(meta: Mapping[str, Any]) -> str:
+    """The one that repeats a suite, without the file that it wrote."""
+    return re.sub(r" --out[ =]\S+", "", meta["command"])
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
