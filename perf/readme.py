@@ -32,7 +32,7 @@ CHARTS = {  # what each one shows, for those who cannot see it
     "ratio": "fmha's rate over the fastest peer's at each sequence length, for each head dim and mask",
     "tail": "Rate at lengths a little past a multiple of every tile, relative to the rate at the multiple",
     "launch": "Host and first-call times of fmha and its peers",
-    "resources": "Instructions of each kernel's KV loop for each score, by kind, and its registers, spills and stack",
+    "resources": "Instructions of each KV loop for each score, registers, spills and stack: fmha beside its peers",
 }
 SHORT_LENGTHS = (512, 1024, 4096, 16384)
 SHORT_TAIL = "The lowest rate past each base length, as a part of the same candidate's rate at it"

@@ -8,7 +8,7 @@ For each GPU in perf/results/, from what `perf.bench`, `perf.sanitize` and the G
     README.md              all tables, versions, and the commands that repeat them
 
 and perf/resources.png from perf/resources.json, beside the peers' machine code where perf/resources-peers.json has it
-(`python -m perf.resources --json CUBIN ...` prints such a file). `--check` writes nothing and returns status 1 if a
+(`python -m perf.peer_code`). `--check` writes nothing and returns status 1 if a
 file is behind its JSON. README.md at the root is for `python -m perf.readme`.
 """
 
@@ -68,10 +68,15 @@ def foot(meta: Mapping[str, Any]) -> str:
 
 
 def resources_chart(path: Path = resources.TABLE, peers: Path = PEERS) -> charts.Chart:
-    """The machine code of the committed table."""
-    compiler = ", ".join(f"{name} {version}" for name, version in json.loads(path.read_text())["compiler"].items())
+    """The machine code of the committed table, and of the peers' if there is one."""
+    found = json.loads(path.read_text())["compiler"]
+    command = "python -m perf.resources"
+    if peers.exists():
+        found |= json.loads(peers.read_text())["packages"]
+        command += ", python -m perf.peer_code"
+    packages = ", ".join(f"{name} {version}" for name, version in found.items())
     data = series.loops(resources.load(path), resources.load(peers))
-    return charts.Chart("resources", charts.loops, data, {"foot": f"{compiler}: python -m perf.resources"})
+    return charts.Chart("resources", charts.loops, data, {"foot": f"{packages}: {command}"})
 
 
 # -- the page of a GPU -------------------------------------------------------------------------------------------------

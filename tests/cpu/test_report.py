@@ -22,8 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from fmha.jit import compile, library, sass
 from fmha.jit.report import Report
-from perf import charts, peers, readme, report, resources, series
+from perf import charts, peer_code, peers, readme, report, resources, series
 from perf.show import OURS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +203,75 @@ def test_a_loop_whose_scores_cannot_be_counted_is_an_error() -> None:
         series.loops({"name": dataclasses.replace(KERNEL, body_kinds={"fma": 3})})
 
 
+SYMBOL = (
+    "_ZN7cutlass13device_kernelIN5flash20enable_sm90_or_laterINS1_16FlashAttnFwdSm90INS1_25CollectiveMainloopFwdSm90ILi2EN"
+    "4cute5tupleIJNS5_1CILi1EEES8_S8_EEENS6_IJ{tile}EEELi{value}ENS_{element}EfNS_4arch4Sm90E{flags}EENS1_21Collective"
+)
+
+
+@pytest.mark.parametrize(
+    ("tile", "value", "element", "flags", "name"),
+    [
+        ("NS7_ILi128EEENS7_ILi176EEESA_", 128, "10bfloat16_t", "000000011000", "fa3-d128-dense"),
+        ("NS7_ILi128EEESA_SA_", 128, "10bfloat16_t", "100000011000", "fa3-d128-causal"),
+        ("NS7_ILi192EEENS7_ILi128EEENS7_ILi64EEE", 64, "10bfloat16_t", "100000011000", "fa3-d64-causal"),
+        ("NS7_ILi64EEENS7_ILi96EEESB_", 96, "10bfloat16_t", "000000001000", "fa3-d96-dense"),
+        ("NS7_ILi128EEESA_NS7_ILi192EEE", 128, "10bfloat16_t", "000000011000", None),  # values of another head dim
+        ("NS7_ILi128EEENS7_ILi176EEESA_", 128, "6half_t", "000000011000", None),
+        ("NS7_ILi128EEENS7_ILi176EEESA_", 128, "10bfloat16_t", "000100011000", None),  # varlen
+        ("NS7_ILi128EEENS7_ILi176EEESA_", 128, "10bfloat16_t", "000000011010", None),  # split
+        ("NS7_ILi128EEENS7_ILi176EEESA_", 128, "10bfloat16_t", "00000001100", None),  # a flag is missing
+    ],
+)
+def test_a_peers_kernel_is_known_by_its_symbol(
+    tile: str, value: int, element: str, flags: str, name: str | None
+) -> None:
+    bits = "".join(f"Lb{bit}E" for bit in flags)
+    assert peer_code.variant(SYMBOL.format(tile=tile, value=value, element=element, flags=bits)) == name
+
+
+def test_a_peers_table_is_read_from_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"tile": "NS7_ILi128EEENS7_ILi176EEESA_", "value": 128, "element": "10bfloat16_t"}
+    symbols = [SYMBOL.format(**plain, flags="Lb1E" + 11 * "Lb0E"), SYMBOL.format(**plain, flags=12 * "Lb0E")]
+    for number, symbol in enumerate([*symbols, "_ZN7cutlass13device_kernelIN5flashOther"]):
+        (tmp_path / f"{number}.cubin").write_bytes(b"\0" + symbol.encode() + b"\0")
+    monkeypatch.setattr(peer_code, "cubins", lambda library, folder: sorted(tmp_path.glob("*.cubin")))
+    monkeypatch.setattr(peer_code.sass, "read", lambda path, symbol: (path.stem, symbol))
+    monkeypatch.setattr(peer_code, "row", lambda found: dataclasses.replace(KERNEL, body=160 + int(found[0])))
+    rows = dict(peer_code.kernels(Path("library.so")))
+    out = tmp_path / "peers.json"
+    out.write_text(peer_code.dump("1.2", rows))
+    read = resources.load(out)
+    assert list(read) == ["fa3-d128-dense", "fa3-d128-causal"] and [row.body for row in read.values()] == [161, 160]
+    assert json.loads(out.read_text())["packages"] == {"fa3-fwd": "1.2"}
+    shutil.copy(tmp_path / "0.cubin", tmp_path / "9.cubin")
+    with pytest.raises(ValueError, match="fa3-d128-causal: two kernels"):
+        dict(peer_code.kernels(Path("library.so")))
+
+
+def test_our_own_kernel_reads_the_same_as_a_peers() -> None:
+    problem = resources.variants()["sm_90a-d64-dense-bf16"]
+    cubin = compile.cubin(library.object_file(problem, resources.ARCH))
+    ours = resources.measure(["sm_90a-d64-dense-bf16"])["sm_90a-d64-dense-bf16"]
+    assert peer_code.row(sass.read(cubin)) == dataclasses.replace(ours, smem_bytes=None, body_per_score=None)
+
+
+def test_a_peer_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path) -> None:
+    monkeypatch.setattr(peer_code, "PACKAGE", "no-such-package")
+    assert peer_code.main(["--out", str(tmp_path / "out.json")]) == 2
+    assert "pip install --no-deps no-such-package" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_the_resource_chart_names_the_peers_version(tmp_path: Path) -> None:
+    (tmp_path / "resources.json").write_text(resources.dump({"sm_90a-d128-causal-bf16": KERNEL}))
+    (tmp_path / "resources-peers.json").write_text(peer_code.dump("1.2", {"fa3-d128-causal": PEER}))
+    chart = report.outputs(tmp_path / "none", tmp_path / "resources.json")[tmp_path / "resources.png"]
+    assert isinstance(chart, charts.Chart)
+    assert [bar.who for bar in chart.data] == [OURS, "fa3"] and "fa3-fwd 1.2" in chart.labels["foot"]
+    alone = report.resources_chart(tmp_path / "resources.json", tmp_path / "none.json")
+    assert [bar.who for bar in alone.data] == [OURS] and "fa3" not in alone.labels["foot"]
+
+
 # -- labels ------------------------------------------------------------------------------------------------------------
 @given(st.lists(st.floats(-10, 10), max_size=8), st.floats(0.01, 3))
 def test_labels_keep_apart_and_in_order(positions: list[float], gap: float) -> None:
@@ -312,7 +382,7 @@ def test_the_resource_chart_draws_parts_and_numbers() -> None:
     (ax,) = draw(charts.Chart("resources", charts.loops, bars, {"foot": ""})).axes
     widths = [patch.get_width() for patch in ax.patches]
     assert sum(widths[:6]) == pytest.approx(5.0) and sum(widths[6:]) == pytest.approx(6.25)
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["D 128, causal", "D 128, causal: fa3"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["D 128, causal: fmha", "fa3"]
     assert {"5.00", "24/240", "6.25", "168", "5", "8"} <= {text.get_text() for text in ax.texts}
 
 
