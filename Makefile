@@ -28,6 +28,7 @@ resources: $(READY)
 	$(RUN) -m perf.resources
 
 readme: $(READY)
+	$(RUN) -m perf.report
 	$(RUN) -m perf.readme
 
 # Where the system's Python has a torch that sees a GPU, that torch is used, whatever its version: it fits the driver.
