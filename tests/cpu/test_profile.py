@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -480,6 +481,19 @@ def test_only_the_wait_after_the_exponentials_is_passed_over(every_wait):
     assert recorder.said == [word for operation in expected for word in (operation, "end")]
 
 
+def test_ikets_ranges_open_and_close_one_at_a_time(monkeypatch):
+    """The exponentials are a mark, and an MMA's range is closed by its commit."""
+    said = []
+    monkeypatch.setattr(trace.iket, "mark", lambda name: said.append(f"mark {name}"))
+    monkeypatch.setattr(trace.iket, "range_push", lambda name: said.append(f"({name}"))
+    monkeypatch.setattr(trace.iket, "range_pop", lambda: said.append(")"))
+    recorder = trace.Iket(every_wait=False)
+    for operation in ("row_max body", "exponents", "retire(0)", "pack_p"):
+        recorder.begin(operation, 3)
+        recorder.end()
+    assert said == ["(row_max body", ")", "mark exponents", "(pack_p", ")"]
+
+
 def test_without_recording_the_object_is_that_of_a_tree_without_it(tmp_path):
     """Byte for byte: made in this process, which has made recording kernels, and by sources that have none."""
     for package in ("fmha", "schedules"):
@@ -576,7 +590,9 @@ def test_what_the_steps_left_becomes_numbers_timelines_and_pictures(tmp_path, ca
     assert lines["recording takes"] == "8"
     assert lines["exponentials before the wait for PV"] == "8" and "the same while recording" not in lines
     assert lines["stall 1"] == "1.25" and lines["busy: DRAM"] == "12.5"
-    assert "attend1: wait 1" in lines
+    assert (
+        lines["attend1: wait 1"] == f"{100 * 550 / 2020:.1f}" and lines["attend1: wait 2"] == f"{100 * 500 / 2020:.1f}"
+    )
     name = slug(CASE)
     shown = timeline.from_perfetto(json.loads((tmp_path / f"{name}.timeline.json").read_text()))
     assert shown.lane("attend0") == timeline.decode(encode([LOAD, ATTEND]), 2).lane("attend0")
@@ -670,6 +686,22 @@ def test_a_command_that_fails_or_hangs_is_reported_with_its_last_words(tmp_path)
         profile.run([sys.executable, "-c", "print('last words'); raise SystemExit(3)"], log, 60)
     with pytest.raises(profile.StepFailed, match="stopped after 1 s: begun"):
         profile.run([sys.executable, "-c", "import time; print('begun'); time.sleep(60)"], log, 1)
+
+
+def test_what_a_command_has_started_ends_with_it(tmp_path):
+    """A profiler's workload must not go on holding the GPU."""
+    child = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    with pytest.raises(profile.StepFailed, match="stopped"):
+        profile.run([sys.executable, "-c", parent, child, str(tmp_path / "pid")], tmp_path / "log", 2)
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        status = Path(f"/proc/{pid}/status")
+        if not status.exists() or "State:\tZ" in status.read_text():
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail(f"process {pid} is still there")
 
 
 @pytest.mark.parametrize(
