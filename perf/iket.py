@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,6 @@ def _events(document: Mapping[str, Any], launch: Mapping[str, Any]) -> Iterator[
         yield place, name, item["timestamp"]
 
 
-def traces(out: Path) -> Iterable[Path]:
+def traces(out: Path) -> list[Path]:
     """The decoded traces in run-iket's folder, one for each process."""
     return sorted(out.glob("*.trace.json"))

@@ -35,6 +35,7 @@ from perf.timeline import to_perfetto
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = ("record", "counters", "iket")
+IKET_NS = 100_000  # of a CTA that are kept of IKET's trace
 
 
 class StepFailed(RuntimeError):
@@ -108,8 +109,10 @@ def trace(chosen: Sequence[Case], raw: Path) -> None:
     if len(made) != len(chosen):
         raise StepFailed(f"run-iket left {len(made)} timelines in {out}, not {len(chosen)}; see {raw / 'iket.log'}")
     for case, found in zip(chosen, made, strict=True):
-        document = to_perfetto(found, case.name, {"case": case.name, "recorder": "iket"})
+        document = to_perfetto(found.between(0, IKET_NS), case.name, {"case": case.name, "recorder": "iket"})
         (raw / f"{slug(case)}.iket.json").write_text(json.dumps(document) + "\n")
+    for path in iket.traces(out):  # tens of megabytes; the file for Perfetto holds the same
+        path.unlink()
 
 
 PARTS: Mapping[str, tuple[str, Callable[[Sequence[Case], Path], None]]] = {  # what `perf.evaluate` reads: step, maker

@@ -676,6 +676,7 @@ def test_the_timelines_of_run_iket_are_kept_by_case(tmp_path, monkeypatch):
     assert profile.collect([CASE], ["iket"], tmp_path) == {}
     kept = timeline.from_perfetto(json.loads((tmp_path / f"{slug(CASE)}.iket.json").read_text()))
     assert len(kept.lane("attend0")) == len(ATTEND) - 1
+    assert not iket.traces(tmp_path / "iket")
 
 
 def test_a_command_that_fails_or_hangs_is_reported_with_its_last_words(tmp_path):
