@@ -119,7 +119,6 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, causal: bool, sca
 
     answer = Answer(
         shape=tuple(q.shape),
-        contiguous=q.is_contiguous(),
         device=q.device,
         return_lse=return_lse,
         reach=tuple(0 if tensor is None else layout.reach(tensor) for tensor in (q, k, v, out)),

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-from fmha.jit import sass
+from fmha.jit import report, sass
 from fmha.jit.report import Report
 from perf.report import PEERS
 
@@ -89,27 +89,7 @@ def kernels(library: Path) -> Iterator[tuple[str, Report]]:
                     raise ValueError(f"{name}: two kernels of {library.name} look like it")
                 if name:
                     seen.add(name)
-                    yield name, row(sass.read(cubin, symbol.decode()))
-
-
-def row(found: sass.Resources) -> Report:
-    """As in our own table, but for what a config would have to tell. LookupError without a KV loop."""
-    body = found.body
-    return Report(
-        registers=found.registers,
-        setmaxnreg=found.setmaxnreg,
-        stack_bytes=found.stack_bytes,
-        local_loads=found.local_loads,
-        local_stores=found.local_stores,
-        smem_bytes=None,
-        instructions=found.instructions,
-        body=body.common,
-        body_per_score=None,
-        body_kinds={kind: n for kind, n in body.kinds.items() if n},
-        body_waits=tuple((wait.pending, wait.shuffles, wait.ex2) for wait in body.waits),
-        masked=tuple(loop.common for loop in found.masked),
-        early_retire=any(loop.early_retire for loop in found.softmax_loops),
-    )
+                    yield name, report.of_cubin(cubin, function=symbol.decode())
 
 
 def dump(version: str, rows: dict[str, Report]) -> str:

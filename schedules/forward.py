@@ -37,6 +37,8 @@ from schedules.domain import Section, Visits
 from schedules.program import range
 from schedules.work import Work
 
+FLOOR = -(2.0**120)  # of row maxima: under every score, and finite, so that a wholly masked row makes no NaN of it
+
 
 class Slot(NamedTuple):
     """A position in a ring: the stage, and the parity of its use."""
@@ -204,7 +206,7 @@ class Attend(Role):
 
     @abstractmethod
     def start(self) -> None:
-        """O = 0, row sum = 0, row maximum = a finite floor under every score."""
+        """O = 0, row sum = 0, row maximum = FLOOR."""
 
     @abstractmethod
     def fence(self) -> None: ...

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from schedules.domain import Causal, Dense, Section, Visits
-from schedules.forward import Attend, Load, Slot
+from schedules.forward import FLOOR, Attend, Load, Slot
 from schedules.machine import Buffer, CountError, Event, Fence, Flight, Machine, TileError, Until, Wgmma
 from schedules.rings import ELEMENT_BYTES, Counts, NumpyRing, NumpyTurn, NumpyWorkRing, Source, Turnstile
 from schedules.tiling import WARPGROUP, BlockConfig
@@ -27,7 +27,6 @@ AnyRing = TypeVar("AnyRing", bound=NumpyRing)
 
 # Small problems in milliseconds.
 SMALL = BlockConfig(16, tile_n=16, stages=2, q_stages=2, consumers=2, producer_registers=24, consumer_registers=240)
-FLOOR = -(2.0**120)  # below every score, and finite: a row that sees nothing subtracts it without producing NaN
 
 # Nominal times for the "steady" policy, of 64 queries and a 128 x 128 tile, in units of 64 cycles of an H100: an MMA is
 # 2 * 64 * 128 * 128 operations at 4096 a cycle, as long as its 64 * 128 exponentials at 16 a cycle.

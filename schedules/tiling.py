@@ -42,7 +42,7 @@ class BlockConfig:
     producer_registers: int  # setmaxnreg, per thread
     consumer_registers: int
     # O and the row sum are rescaled only when a row maximum grows by more (log2). Emulated over Gaussian inputs, the
-    # largest error grows by up to 1.3, 1.9 and 2.1 times with 2, 4 and 8; 8 is 1% faster than 2 (H200, D 128, dense).
+    # largest error grows by up to 1.5, 1.9 and 2.1 times with 2, 4 and 8; 8 is 1% faster than 2 (H200, D 128, dense).
     rescale_above: float = 2.0
 
     @property

@@ -28,14 +28,12 @@ class Answer:
     """What a call gives back: an output like q, contiguous unless the caller brings one, and the LSE if asked for."""
 
     shape: tuple[int, ...]  # [B, Sq, Hq, D]
-    contiguous: bool  # whether q is
     device: torch.device
     return_lse: bool
     reach: tuple[int, ...]  # bytes from the first to the last element of q, k, v and the caller's `out`
 
     def new_output(self, q: Tensor) -> Tensor:
-        if self.contiguous:
-            return torch.empty_like(q)  # the same, and quicker
+        # The format, because a size of 1 makes torch call odd strides contiguous, and it would keep them.
         return torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def new_lse(self) -> Tensor:

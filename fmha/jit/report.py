@@ -41,9 +41,12 @@ class Report:
         return self.local_loads + self.local_stores
 
 
-def of_cubin(cubin: bytes | Path, config: BlockConfig | None = None) -> Report:
-    """Reads a cubin; `config` is the one it was compiled from. Errors as `sass.read`, LookupError without a KV loop."""
-    found = sass.read(cubin)
+def of_cubin(cubin: bytes | Path, config: BlockConfig | None = None, function: str | None = None) -> Report:
+    """Reads a cubin, of several kernels the one named `function`; `config` is the one it was compiled from.
+
+    Errors as `sass.read`, LookupError without a KV loop.
+    """
+    found = sass.read(cubin, function)
     body = found.body
     scores = config.tile_m * config.tile_n / (config.consumers * WARPGROUP) if config else None
     return Report(

@@ -127,11 +127,19 @@ def test_the_kernel_gets_the_address_of_the_lse_or_none(kernel):
     assert [call[4] for call in kernel.calls] == [0, lse.data_ptr()]
 
 
-@pytest.mark.parametrize("view", [lambda q: q, lambda q: q.transpose(1, 2).contiguous().transpose(1, 2)])
-def test_a_fresh_output_is_contiguous_whatever_q_is(kernel, view):
-    q, k, v = tensors()
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda q: q,
+        lambda q: q.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda q: q.as_strided(q.shape, (3, *q.stride()[1:])),  # contiguous to torch, since there is one batch entry
+        lambda q: q.as_strided(q.shape, (0, *q.stride()[1:])),
+    ],
+)
+def test_a_fresh_output_has_row_major_strides_whatever_q_has(kernel, view):
+    q, k, v = tensors(batch=1)
     out = fmha.attention(view(q), k, v)
-    assert out.is_contiguous() and out.shape == q.shape
+    assert out.shape == q.shape and out.stride() == layout.contiguous_strides(q.shape)
     assert_right(out, q, k, v)
 
 

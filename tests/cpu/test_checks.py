@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from fmha import reference
+from schedules.forward import FLOOR
 from schedules.tiling import choose
 from tests.cases import CASES, GROWING, SHARP, Case, inputs
 from tests.checks import Output, check, half_ulp, poison, same_bits
 
 TILE_N = 128
 RESCALE_ABOVE = choose(128, "sm_90a").rescale_above  # log2
-FLOOR = -(2.0**120)
 
 
 def flash(q, k, v, *, causal=False, scale=None, out=None, return_lse=False, visible=None):

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from fmha.jit import compile, library, sass
+from fmha.jit import compile, library
 from fmha.jit.report import Report
 from perf import charts, peer_code, peers, readme, report, resources, series
 from perf.show import OURS
@@ -236,8 +236,12 @@ def test_a_peers_table_is_read_from_its_library(tmp_path: Path, monkeypatch: pyt
     for number, symbol in enumerate([*symbols, "_ZN7cutlass13device_kernelIN5flashOther"]):
         (tmp_path / f"{number}.cubin").write_bytes(b"\0" + symbol.encode() + b"\0")
     monkeypatch.setattr(peer_code, "cubins", lambda library, folder: sorted(tmp_path.glob("*.cubin")))
-    monkeypatch.setattr(peer_code.sass, "read", lambda path, symbol: (path.stem, symbol))
-    monkeypatch.setattr(peer_code, "row", lambda found: dataclasses.replace(KERNEL, body=160 + int(found[0])))
+
+    def of_cubin(path: Path, function: str) -> Report:
+        assert function.encode() in path.read_bytes()
+        return dataclasses.replace(KERNEL, body=160 + int(path.stem))
+
+    monkeypatch.setattr(peer_code.report, "of_cubin", of_cubin)
     rows = dict(peer_code.kernels(Path("library.so")))
     out = tmp_path / "peers.json"
     out.write_text(peer_code.dump("1.2", rows))
@@ -249,11 +253,15 @@ def test_a_peers_table_is_read_from_its_library(tmp_path: Path, monkeypatch: pyt
         dict(peer_code.kernels(Path("library.so")))
 
 
-def test_our_own_kernel_reads_the_same_as_a_peers() -> None:
-    problem = resources.variants()["sm_90a-d64-dense-bf16"]
+def test_a_kernel_named_among_those_of_a_cubin_is_read_without_its_config() -> None:
+    name = "sm_90a-d64-dense-bf16"
+    problem = resources.variants()[name]
     cubin = compile.cubin(library.object_file(problem, resources.ARCH))
-    ours = resources.measure(["sm_90a-d64-dense-bf16"])["sm_90a-d64-dense-bf16"]
-    assert peer_code.row(sass.read(cubin)) == dataclasses.replace(ours, smem_bytes=None, body_per_score=None)
+    symbol = re.findall(rb"fmha_forward_\w+", cubin)[0].decode()
+    found = peer_code.report.of_cubin(cubin, function=symbol)
+    assert found == dataclasses.replace(resources.measure([name])[name], smem_bytes=None, body_per_score=None)
+    with pytest.raises(ValueError, match="no_such_kernel"):
+        peer_code.report.of_cubin(cubin, function="no_such_kernel")
 
 
 def test_a_peer_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path) -> None:

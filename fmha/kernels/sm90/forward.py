@@ -25,7 +25,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fmha.kernels.sm90 import softmax
 from fmha.kernels.sm90.barriers import Copy, PingPong, QueryRing, TileRing
 from schedules.domain import DOMAINS, Section, Visits
-from schedules.forward import Attend, Load, Slot
+from schedules.forward import FLOOR, Attend, Load, Slot
 from schedules.tiling import ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
 from schedules.work import Work, work_of
 
@@ -101,7 +101,7 @@ class WgmmaAttend(Attend):
     def start(self) -> None:
         self.o.fill(0.0)
         for r in range(softmax.ROWS):
-            self.row_maximum[r] = Float32(softmax.FLOOR)
+            self.row_maximum[r] = Float32(FLOOR)
             self.row_sum[r] = Float32(0.0)
 
     def q_place(self, slot: Slot) -> Int32:
