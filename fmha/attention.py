@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -83,8 +83,10 @@ def attention(
         and (out is None or isinstance(out, Tensor))
     ):
         return _through_dlpack(q, k, v, out, causal=causal, scale=scale, return_lse=return_lse)
-    if torch.is_grad_enabled():
-        _refuse_gradients(q, k, v, out)
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)
+    ):
+        _refuse_gradients(q=q, k=k, v=v, out=out)
 
     # fmt: off
     signature = (
@@ -121,6 +123,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, causal: bool, sca
         shape=tuple(q.shape),
         device=q.device,
         return_lse=return_lse,
+        row_major=q.stride() == layout.contiguous_strides(q.shape),
         reach=tuple(0 if tensor is None else layout.reach(tensor) for tensor in (q, k, v, out)),
     )
     if 0 in q.shape or 0 in k.shape:
@@ -232,13 +235,12 @@ def check_scale(scale: Any, head_dim: int) -> float:
     return value
 
 
-def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
-        if tensor is not None and tensor.requires_grad:
-            raise Unsupported(
-                f"{name}.requires_grad is True, and fmha computes the forward pass only: "
-                "call under torch.no_grad() or detach it"
-            )
+def _refuse_gradients(**given: Tensor | None) -> NoReturn:
+    name = next(name for name, tensor in given.items() if tensor is not None and tensor.requires_grad)
+    raise Unsupported(
+        f"{name}.requires_grad is True, and fmha computes the forward pass only: "
+        "call under torch.no_grad() or detach it"
+    )
 
 
 def _refuse_flags(**given: Any) -> None:

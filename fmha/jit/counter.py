@@ -37,10 +37,12 @@ _counters: dict[tuple[int, int], Counter] = {}
 
 def current(device: torch.device) -> Counter:
     """The counter for a launch on the current stream of `device`, which is the current device and has an index."""
-    if torch._C._cuda_isCurrentStreamCapturing():  # as torch.cuda's function, which looks for a driver every time
+    index = device.index
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    # Stream 0, the default one, is never captured. The bare function, as torch.cuda's looks for a driver every time.
+    if stream != 0 and torch._C._cuda_isCurrentStreamCapturing():
         return Counter(device)
-    stream = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    counter = _counters.get(stream)
+    counter = _counters.get((index, stream))
     if counter is None:
-        counter = _counters[stream] = Counter(device)
+        counter = _counters[index, stream] = Counter(device)
     return counter

@@ -30,10 +30,12 @@ class Answer:
     shape: tuple[int, ...]  # [B, Sq, Hq, D]
     device: torch.device
     return_lse: bool
+    row_major: bool  # q is, in every mode: a size of 1 makes torch call odd strides contiguous
     reach: tuple[int, ...]  # bytes from the first to the last element of q, k, v and the caller's `out`
 
     def new_output(self, q: Tensor) -> Tensor:
-        # The format, because a size of 1 makes torch call odd strides contiguous, and it would keep them.
+        if self.row_major:
+            return torch.empty_like(q)  # faster without the format
         return torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def new_lse(self) -> Tensor:
@@ -81,8 +83,18 @@ class Launch:
         lse_address = 0 if lse is None else lse.data_ptr()
         with LAUNCHING:
             counter = current(device)
-            scalars = (self.scale_log2, self.head_group, counter.address, counter.base, self.multiprocessors)
-            self.function(q, k, v, o, lse_address, *scalars)
+            self.function(
+                q,
+                k,
+                v,
+                o,
+                lse_address,
+                self.scale_log2,
+                self.head_group,
+                counter.address,
+                counter.base,
+                self.multiprocessors,
+            )
             counter.advance(self.work_tiles)
         if out is not None and out is not o:
             o = out.copy_(o)

@@ -66,5 +66,6 @@ def test_dense_heads_run_one_at_a_time_and_causal_ones_in_groups():
 def test_the_keys_of_a_causal_group_fit_in_l2(seqlen_k, key_bytes):
     group = head_group(True, seqlen_k, key_bytes, L2)
     assert SOME <= group <= MOST
+    assert group.bit_count() == 1, "so that few counts of heads leave a small group for the end"
     assert group == SOME or group * seqlen_k * key_bytes <= L2
     assert group >= head_group(True, seqlen_k + 1, key_bytes, L2), "the longer, the fewer"

@@ -31,6 +31,9 @@ from schedules.work import Work, work_of
 
 LN2 = math.log(2.0)
 WARPS_PER_WARPGROUP = WARPGROUP // 32
+# Of Q and of K that the compiler may compute ahead. They belong into uniform registers, and where more than those hold
+# are wanted at a time, ptxas takes vector registers for every one: two moves for each half of each descriptor.
+DESCRIPTORS = 8
 
 
 class TmaLoad(Load):
@@ -112,12 +115,15 @@ class WgmmaAttend(Attend):
         warpgroup.fence()
 
     def issue_qk(self, q_slot: Slot, slot: Slot) -> None:
+        place, stage = Int32(self.q_place(q_slot)), Int32(slot.stage)
         for k in range(cute.size(self.sq, mode=[2])):
+            if k % DESCRIPTORS == 0 and k > 0:
+                place, stage = softmax.opaque(place), softmax.opaque(stage)
             cute.gemm(
                 self.kernel.qk_first if k == 0 else self.kernel.qk,
                 self.s,
-                self.sq[None, None, k, self.q_place(q_slot)],
-                self.sk[None, None, k, slot.stage],
+                self.sq[None, None, k, place],
+                self.sk[None, None, k, stage],
                 self.s,
             )
 

@@ -78,6 +78,24 @@ def mask_right(scores: cute.Tensor, limits: list[Int32], lane: Int32) -> None:
 
 
 @dsl_user_op
+def opaque(value: Int32, *, loc=None, ip=None) -> Int32:
+    """The same value, of which the compiler does not know that it is the same."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [Int32(value).ir_value(loc=loc, ip=ip)],
+            "mov.b32 $0, $1;",
+            "=r,r",
+            has_side_effects=True,  # and it stays where it is
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
 def select(condition: Boolean, yes: Float32, no: Float32, *, loc=None, ip=None) -> Float32:
     """`yes if condition else no`, without a branch."""
     return Float32(
