@@ -122,7 +122,7 @@ def command(
     flushed caches, for all counters.
     """
     asked = [argument for section in SECTIONS for argument in ("--section", section)]
-    asked += ["--metrics", ",".join(METRICS), "--print-metric-name", "name"] if metrics else []
+    asked += ["--metrics", ",".join(METRICS)] if metrics else []
     return [
         ncu,
         *("--clock-control", "none"),
