@@ -13,7 +13,7 @@ from torch import Tensor
 from fmha.jit import launch, layout, library
 from fmha.jit.launch import PLANS, Answer, Blank, Launch, Plan
 from fmha.problem import Problem, Unsupported, supports
-from schedules.tiling import choose
+from schedules.tiling import BlockConfig, Extent, choose
 from schedules.work import head_group
 
 LOG2_E = math.log2(math.e)
@@ -128,13 +128,16 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, causal: bool, sca
     )
     if 0 in q.shape or 0 in k.shape:
         return Blank(answer)
-    work_tiles = -(-q.shape[1] // choose(problem.head_dim, device.arch).tile_m) * q.shape[0] * q.shape[2]
+    heads = q.shape[0] * q.shape[2]
+    extent = Extent(problem.mask, q.shape[1], k.shape[1], heads, device.multiprocessors)
+    config = choose(problem.head_dim, device.arch, extent)
+    work_tiles = -(-q.shape[1] // config.tile_m) * heads
     if work_tiles > MAX_SIZE:
         raise Unsupported(f"{operands[0]}: {work_tiles} tiles of queries; up to {MAX_SIZE} are supported")
     kv_bytes_per_key = 2 * q.element_size() * k.shape[2] * k.shape[3] // q.shape[2]  # K and V, for one query head
     return Launch(
         answer,
-        function=_kernel(problem, device.arch, q.device),
+        function=_kernel(problem, config, device.arch, q.device),
         scale_log2=scale_log2,
         head_group=head_group(causal, k.shape[1], kv_bytes_per_key, device.l2_bytes),
         work_tiles=work_tiles,
@@ -144,16 +147,16 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, causal: bool, sca
     )
 
 
-def _kernel(problem: Problem, arch: str, device: torch.device) -> library.Function:
+def _kernel(problem: Problem, config: BlockConfig, arch: str, device: torch.device) -> library.Function:
     """The launch function, fetched if it is not in memory and nothing forbids that."""
-    function = library.loaded(problem, arch)
+    function = library.loaded(problem, config, arch)
     if function is None:
         if launch.capturing(device):
             raise RuntimeError(
                 f"the kernel for {problem} is not in memory, and a CUDA graph is being captured: call "
                 f"fmha.warmup({problem}) before the capture"
             )
-        function = library.fetch(problem, arch)
+        function = library.fetch(problem, config, arch)
     return function
 
 

@@ -15,7 +15,7 @@ from rich.progress import track
 
 from fmha import problem
 from fmha.jit import compile, library, report, sass, store
-from fmha.problem import Problem, Unsupported, supports
+from fmha.problem import Problem, Unsupported, Variant, supports
 from schedules.tiling import choose
 
 EXAMPLES = """\
@@ -86,24 +86,26 @@ def add_selection(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", nargs="+", choices=problem.DTYPES, default=problem.DTYPES, help="only these")
 
 
-def selection(chosen: argparse.Namespace) -> list[Problem]:
-    """One problem for every kernel that the options ask for. `fmha.Unsupported` if one of them has none."""
+def selection(chosen: argparse.Namespace) -> list[Variant]:
+    """Every kernel that the options ask for. `fmha.Unsupported` if one of them has none."""
     asked = [Problem("bfloat16", head_dim) for head_dim in chosen.head_dim or (64,)]
     for reason in filter(None, (supports(p, chosen.arch) for p in asked)):
         raise Unsupported(reason)
     widths = {choose(head_dim, chosen.arch).head_dim for head_dim in chosen.head_dim or ()}
     return [
-        p
-        for p in problem.variants(chosen.arch)
-        if p.dtype in chosen.dtype and p.mask in chosen.mask and (not widths or p.head_dim in widths)
+        variant
+        for variant in problem.variants(chosen.arch)
+        if variant.problem.dtype in chosen.dtype
+        and variant.problem.mask in chosen.mask
+        and (not widths or variant.config.head_dim in widths)
     ]
 
 
-def compile_all(problems: Sequence[Problem], arch: str) -> dict[str, tuple[Problem, bytes]]:
-    """Problems and cubins by name, from the cache or the compiler, with a progress bar."""
+def compile_all(variants: Sequence[Variant], arch: str) -> dict[str, tuple[Variant, bytes]]:
+    """Variants and cubins by name, from the cache or the compiler, with a progress bar."""
     found = {}
-    for p in track(problems, "Compiling", console=Console(stderr=True)):
-        found[report.name(p, arch)] = p, compile.cubin(library.object_file(p, arch))
+    for variant in track(variants, "Compiling", console=Console(stderr=True)):
+        found[report.name(variant, arch)] = variant, compile.cubin(library.object_file(*variant, arch))
     return found
 
 
@@ -117,14 +119,13 @@ def run_demo(chosen: argparse.Namespace) -> int:
 
 
 def run_compile(chosen: argparse.Namespace) -> int:
-    problems = selection(chosen)
+    variants = selection(chosen)
     chosen.out.mkdir(parents=True, exist_ok=True)  # before time is spent on what cannot be written
     manifest = []
-    for name, (p, cubin) in compile_all(problems, chosen.arch).items():
+    for name, (variant, cubin) in compile_all(variants, chosen.arch).items():
         file = f"{name}.cubin"
         (chosen.out / file).write_bytes(cubin)
-        config = asdict(choose(p.head_dim, chosen.arch))
-        manifest.append({"name": name, "arch": chosen.arch, "problem": asdict(p), "config": config, "cubin": file})
+        manifest.append({"name": name, "arch": chosen.arch, **_described(variant), "cubin": file})
     written = chosen.out / "manifest.json.tmp"
     written.write_text(json.dumps(manifest, indent=2) + "\n")
     os.replace(written, chosen.out / "manifest.json")
@@ -133,20 +134,13 @@ def run_compile(chosen: argparse.Namespace) -> int:
 
 
 def run_inspect(chosen: argparse.Namespace) -> int:
-    found, problems = {}, {}
-    for name, (p, cubin) in compile_all(selection(chosen), chosen.arch).items():
-        problems[name] = p
-        found[name] = report.of_cubin(cubin, choose(p.head_dim, chosen.arch))
+    found, variants = {}, {}
+    for name, (variant, cubin) in compile_all(selection(chosen), chosen.arch).items():
+        variants[name] = variant
+        found[name] = report.of_cubin(cubin, variant.config)
     if chosen.json:
         rows = [
-            {
-                "name": name,
-                "arch": chosen.arch,
-                "problem": asdict(problems[name]),
-                "config": asdict(choose(problems[name].head_dim, chosen.arch)),
-                "spills": row.spills,
-                **asdict(row),
-            }
+            {"name": name, "arch": chosen.arch, **_described(variants[name]), "spills": row.spills, **asdict(row)}
             for name, row in found.items()
         ]
         print(json.dumps(rows, indent=2))
@@ -154,6 +148,10 @@ def run_inspect(chosen: argparse.Namespace) -> int:
         out = console()
         out.print(report.table(found, out.width))
     return 0
+
+
+def _described(variant: Variant) -> dict[str, dict]:
+    return {"problem": asdict(variant.problem), "config": asdict(variant.config)}
 
 
 def run_cache_ls(chosen: argparse.Namespace) -> int:

@@ -132,10 +132,10 @@ def simulate_case(case: Case, seed: int) -> tuple[int, float, float]:
 
 def show_resources(console: Console, arch: str) -> int:
     """Compiles every bfloat16 kernel and shows what it costs. Returns 1 if one spills."""
-    variants = [p for p in problem.variants(arch) if p.dtype == "bfloat16"]
+    variants = [variant for variant in problem.variants(arch) if variant.problem.dtype == "bfloat16"]
     found: dict[str, Report] = {}
-    for p in track(variants, f"Compiling for {arch}", console=Console(stderr=True)):
-        found[report.name(p, arch)] = report.of_problem(p, arch)
+    for variant in track(variants, f"Compiling for {arch}", console=Console(stderr=True)):
+        found[report.name(variant, arch)] = report.of_variant(variant, arch)
     console.print(report.table(found, console.width))
     spilling = [name for name, row in found.items() if row.spills or row.stack_bytes]
     verdict = f"[red]{', '.join(spilling)} spill registers" if spilling else "none spills a register"

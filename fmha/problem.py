@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from schedules.tiling import TABLES
+from schedules.tiling import TABLES, BlockConfig
 
 DTYPES = ("bfloat16", "float16")
 MASKS = ("dense", "causal")
@@ -55,10 +56,20 @@ def supports(problem: Problem, arch: str) -> str | None:
     return None
 
 
-def variants(arch: str) -> tuple[Problem, ...]:
-    """One problem for every kernel that `arch` has: each dtype and mask at each head dim of the block-config table."""
+class Variant(NamedTuple):
+    """What a kernel is compiled from. A problem has one for each block config of its head dim."""
+
+    problem: Problem
+    config: BlockConfig
+
+
+def variants(arch: str) -> tuple[Variant, ...]:
+    """Every kernel that `arch` has: each dtype and mask with each block config of the table."""
     return tuple(
-        Problem(dtype, row.config.head_dim, mask) for dtype in DTYPES for row in TABLES[arch] for mask in MASKS
+        Variant(Problem(dtype, row.config.head_dim, mask), row.config)
+        for dtype in DTYPES
+        for row in TABLES[arch]
+        for mask in MASKS
     )
 
 

@@ -364,6 +364,12 @@ def duration(seconds: float) -> str:
 
 def loops(bars: Sequence[Loop], foot: str) -> Figure:
     """Instructions a score of each KV loop by kind, and the kernel's registers, spills and stack."""
+    alone = all(bar.who == OURS for bar in bars)
+    firsts = [i == 0 or bars[i - 1].group != bar.group for i, bar in enumerate(bars)]
+    names = [
+        bar.group if alone else f"{bar.group}: {bar.who}" if first else bar.who
+        for first, bar in zip(firsts, bars, strict=True)
+    ]
     places = _places(bars)
     figure = _figure(1.45 + 0.27 * (places[-1] + 1), "Instructions of the KV loop, for each score of a thread", foot)
     ax = figure.subplots()
@@ -372,7 +378,7 @@ def loops(bars: Sequence[Loop], foot: str) -> Figure:
     if any(bar.masked is not None for bar in bars):
         samples.append((_open_marker("d"), "masked tile, in all"))
     reach = _legend(figure, samples, handle=2.2)
-    _margins(figure, left=1.75, right=2.75, top=reach + 0.28, bottom=0.72)
+    _margins(figure, left=0.3 + 0.078 * max(map(len, names)), right=2.75, top=reach + 0.28, bottom=0.72)
     for y, bar in zip(places, bars, strict=True):
         left = 0.0
         for part, look in parts.items():
@@ -380,12 +386,6 @@ def loops(bars: Sequence[Loop], foot: str) -> Figure:
             left += bar.parts[part]
         if bar.masked is not None:
             ax.plot([bar.masked], [y], marker="d", color=INK, markerfacecolor="white", linestyle="")
-    alone = all(bar.who == OURS for bar in bars)
-    firsts = [i == 0 or bars[i - 1].group != bar.group for i, bar in enumerate(bars)]
-    names = [
-        bar.group if alone else f"{bar.group}: {bar.who}" if first else bar.who
-        for first, bar in zip(firsts, bars, strict=True)
-    ]
     ax.set_yticks(places, names)
     ax.set_ylim(places[-1] + 0.6, -0.6)
     ax.set_xlim(0, 1.02 * max(max(bar.total, bar.masked or 0.0) for bar in bars))

@@ -25,8 +25,8 @@ from fmha import problem
 from fmha.cli import console
 from fmha.jit import report, sass
 from fmha.jit.report import Report
-from fmha.problem import Problem
-from schedules.tiling import BlockConfig, choose
+from fmha.problem import Variant
+from schedules.tiling import BlockConfig
 
 TABLE = Path(__file__).with_name("resources.json")
 ARCH = "sm_90a"
@@ -53,16 +53,16 @@ def objections(name: str, new: Report, old: Report | None, config: BlockConfig |
     return [f"{name}: {words}" for words in said]
 
 
-def variants(dtypes: tuple[str, ...] = ("bfloat16",)) -> dict[str, Problem]:
+def variants(dtypes: tuple[str, ...] = ("bfloat16",)) -> dict[str, Variant]:
     """The variants in the table, by name. float16 differs from bfloat16 in the names of two instructions."""
-    return {report.name(p, ARCH): p for p in problem.variants(ARCH) if p.dtype in dtypes}
+    return {report.name(found, ARCH): found for found in problem.variants(ARCH) if found.problem.dtype in dtypes}
 
 
 def measure(names: Iterable[str] | None = None, progress: bool = False) -> dict[str, Report]:
     """Compiles variants, all of them unless named, and reads their cubins."""
     known = variants()
     chosen = track(list(names or known), "Compiling", console=Console(stderr=True), disable=not progress)
-    return {name: report.of_problem(known[name], ARCH) for name in chosen}
+    return {name: report.of_variant(known[name], ARCH) for name in chosen}
 
 
 # -- tables on disk ----------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.update:
         TABLE.write_text(dump(reports))
         before = reports
-    configs = {} if chosen.cubin else {name: choose(p.head_dim, ARCH) for name, p in variants().items()}
+    configs = {} if chosen.cubin else {name: variant.config for name, variant in variants().items()}
     said = [
         words for name, row in reports.items() for words in objections(name, row, before.get(name), configs.get(name))
     ]

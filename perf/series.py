@@ -34,6 +34,7 @@ PARTS = {
 }
 REST = "MMA, waits, rest"
 VARIANT = re.compile(r"[-_]?d(\d+)[-_](dense|causal)([-_]|$)")
+TILE = re.compile(r"-(\d+x\d+)$")  # of a kernel that is not for long sequences
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -275,8 +276,9 @@ def _loop(who: str | None, name: str, row: Report) -> Loop:
     parts = {part: sum(row.body_kinds.get(kind, 0) for kind in kinds) / scores for part, kinds in PARTS.items()}
     parts[REST] = row.body / scores - sum(parts.values())
     variant = VARIANT.search(stem := Path(name).stem)
+    tile = TILE.search(stem)
     return Loop(
-        group=f"D {variant[1]}, {variant[2]}" if variant else stem,
+        group=f"D {variant[1]}, {variant[2]}{f', {tile[1]}' if tile else ''}" if variant else stem,
         who=who or (stem[: variant.start()] if variant else "") or stem,
         parts=parts,
         masked=row.masked[0] / scores if row.masked else None,

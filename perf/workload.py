@@ -30,7 +30,7 @@ from perf.bench import Tensors, make_inputs, relative_error
 from perf.cases import parse, slug
 from perf.suites import Case
 from perf.timing import CudaTimer, interleave
-from schedules.tiling import BlockConfig, choose
+from schedules.tiling import BlockConfig, Extent, choose
 
 planning: Any = importlib.import_module("fmha.attention")  # `fmha.attention` is its function
 
@@ -46,7 +46,7 @@ class Kernel:
         q, k, v = self.qkv = qkv
         self.arch = launch.describe_device(q.device).arch
         self.problem = Problem(case.dtype, case.head_dim, "causal" if case.causal else "dense")
-        self.config = choose(case.head_dim, self.arch)
+        self.config = config_of(case, self.arch, launch.describe_device(q.device).multiprocessors)
         self.plan = planning._plan(q, k, v, None, case.causal, None, False)
         self.object_file = _object_file(self.problem, self.config, self.arch, recorder)
         self.function = compile.load(self.object_file)
@@ -69,10 +69,16 @@ class Kernel:
         return self.buffer.cpu().numpy().tobytes()
 
 
+def config_of(case: Case, arch: str, multiprocessors: int) -> BlockConfig:
+    """The block config that a call of the case gets."""
+    mask, heads = "causal" if case.causal else "dense", case.batch * case.heads_q
+    return choose(case.head_dim, arch, Extent(mask, case.seqlen_q, case.seqlen_k, heads, multiprocessors))
+
+
 @functools.cache
 def _object_file(problem: Problem, config: BlockConfig, arch: str, recorder: str | None) -> bytes:
     if recorder is None:
-        return library.object_file(problem, arch)
+        return library.object_file(problem, config, arch)
     return compile.compile_object(problem, config, arch, recorder=recorder)
 
 
@@ -130,7 +136,7 @@ def count(cases: list[Case]) -> None:
 
 def shrunk(case: Case, multiprocessors: int) -> Case:
     """The case with fewer heads, for about `IKET_ROUNDS` work tiles per CTA."""
-    config = choose(case.head_dim, "sm_90a")
+    config = config_of(case, "sm_90a", multiprocessors)
     heads = max(1, IKET_ROUNDS * multiprocessors // -(-case.seqlen_q // config.tile_m))
     heads = min(heads, case.batch * case.heads_q)
     return replace(case, batch=1, heads_q=heads, heads_kv=heads)

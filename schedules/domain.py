@@ -67,4 +67,4 @@ class Causal:
         return Visits(total=total, masked=max(1, total - whole))
 
 
-DOMAINS = {"dense": Dense, "causal": Causal}
+DOMAINS: dict[str, type[Dense] | type[Causal]] = {"dense": Dense, "causal": Causal}

@@ -1,12 +1,15 @@
-"""Block configs: tiles, stages, warpgroups and registers, and the table that picks one.
+"""Block configs: tiles, stages, warpgroups and registers, and the table that they are picked from.
 
-Every row of the table carries its reason. `BlockConfig.check` compares a config with the chip and says what does not
-fit, before anything is compiled.
+Every row of the table carries its reason and its measured costs; a head dim may have several, and a problem gets the
+one that its lengths make the fastest. `BlockConfig.check` compares a config with the chip and says what does not fit,
+before anything is compiled.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from schedules.domain import DOMAINS
 
 WARPGROUP = 128  # threads
 ROWS_PER_WARPGROUP = 64  # M of one wgmma
@@ -86,21 +89,51 @@ class BlockConfig:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """Microseconds on an H200 in bfloat16, fitted to S = 256, 512 and 1024 with B x S = 16k. Of use beside those of
+    other rows of the same head dim only: their ratios decide which row a problem gets."""
+
+    tile: float  # that a KV tile takes a CTA
+    start: float  # that a work tile takes besides
+
+
+@dataclass(frozen=True)
 class Choice:
-    """A row of the table: the config for head dims up to `config.head_dim`, and why."""
+    """A row of the table: a config for head dims up to `config.head_dim`, why it is there, and, where it has rivals,
+    what it costs."""
 
     config: BlockConfig
     reason: str
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The run-time sizes that decide between the rows of a head dim."""
+
+    mask: str
+    seqlen_q: int
+    seqlen_k: int
+    heads: int  # of the queries, over all batch entries
+    multiprocessors: int
 
 
 _TWO = {"consumers": 2, "producer_registers": 24, "consumer_registers": 240}
 _WIDE = {"consumers": 2, "producer_registers": 40, "consumer_registers": 232}
 _THREE = {"consumers": 3, "producer_registers": 32, "consumer_registers": 160}
 
+# The rows of one head dim stand together, the one for long sequences first.
 SM90 = (
     Choice(
         BlockConfig(head_dim=64, tile_n=128, stages=4, q_stages=2, **_THREE),
         "O is small, so three warpgroups of 160 registers fit and each K and V tile is read for 192 queries",
+        Cost(tile=1.5, start=1.1),
+    ),
+    Choice(
+        BlockConfig(head_dim=64, tile_n=128, stages=4, q_stages=2, **_TWO),
+        "256 queries are two tiles of 128, and one and a third of 192; under a causal mask the narrower diagonal saves "
+        "more: S = 256 1.28 (causal 1.39) times as fast as with 192 queries, S = 1024 0.96 (1.13), 16k 0.83",
+        Cost(tile=1.2, start=0.7),
     ),
     Choice(
         BlockConfig(head_dim=96, tile_n=128, stages=3, q_stages=2, **_TWO),
@@ -116,17 +149,51 @@ SM90 = (
     ),
     Choice(
         BlockConfig(head_dim=256, tile_n=80, stages=2, q_stages=1, **_WIDE),
-        "the widest tile_n whose two stages fit beside one Q slot (beside two: 48, too narrow to feed the MMAs); "
-        "tile_n 64 was 3% slower on an H200; the producer spills with 24 registers",
+        "the widest tile_n whose two stages fit beside one Q slot; tile_n 64 was 2% slower on an H200; the producer "
+        "spills with 24 registers",
+        Cost(tile=1.67, start=5.65),
+    ),
+    Choice(
+        BlockConfig(head_dim=256, tile_n=48, stages=2, q_stages=2, **_WIDE),
+        "the widest tile_n that fits beside two Q slots, so that the next Q is there when a work tile ends: S = 512 "
+        "1.05 (causal 1.04) times as fast as with tile_n 80, S = 1024 0.96",
+        Cost(tile=1.06, start=5.0),
+    ),
+    Choice(
+        BlockConfig(head_dim=256, tile_n=32, stages=3, q_stages=2, **_WIDE),
+        "256 keys are eight whole tiles of 32: S = 256 1.12 (causal 1.11) times as fast as with tile_n 80",
+        Cost(tile=0.79, start=4.7),
     ),
 )
 
 TABLES = {"sm_90a": SM90}
+SAMPLED = 6  # Q tiles at most that `predicted_us` looks at: it runs for every new shape of a call
 
 
-def choose(head_dim: int, arch: str) -> BlockConfig:
-    """The block config for `head_dim` on `arch`: the first row wide enough. LookupError if there is none."""
-    for row in TABLES[arch]:
-        if head_dim <= row.config.head_dim:
-            return row.config
-    raise LookupError(f"no block config of {arch} holds head dim {head_dim}")
+def rows(head_dim: int, arch: str) -> tuple[Choice, ...]:
+    """The rows for `head_dim` on `arch`: those of the narrowest tile that holds it. LookupError if there are none."""
+    found = [row for row in TABLES[arch] if head_dim <= row.config.head_dim]
+    if not found:
+        raise LookupError(f"no block config of {arch} holds head dim {head_dim}")
+    return tuple(row for row in found if row.config.head_dim == found[0].config.head_dim)
+
+
+def choose(head_dim: int, arch: str, extent: Extent | None = None) -> BlockConfig:
+    """The block config for `head_dim` on `arch`: the one predicted to be fastest, or without sizes the one for long
+    sequences. LookupError if there is none."""
+    candidates = rows(head_dim, arch)
+    if extent is None or len(candidates) == 1:
+        return candidates[0].config
+    return min(candidates, key=lambda row: predicted_us(row, extent)).config
+
+
+def predicted_us(row: Choice, extent: Extent) -> float:
+    """Microseconds on an H200: the multiprocessors share the work tiles evenly, but none ends before its longest."""
+    if row.cost is None:
+        raise ValueError(f"{row.config} has no measured cost")
+    domain = DOMAINS[extent.mask](row.config.tile_m, row.config.tile_n)
+    q_tiles = -(-extent.seqlen_q // row.config.tile_m)
+    sample = range(0, q_tiles, -(-q_tiles // SAMPLED))
+    visits = [domain.visits(q_tile, extent.seqlen_q, extent.seqlen_k).total for q_tile in sample]
+    mean, longest = (row.cost.start + row.cost.tile * count for count in (sum(visits) / len(visits), max(visits)))
+    return max(longest, mean * q_tiles * extent.heads / extent.multiprocessors)

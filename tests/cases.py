@@ -23,9 +23,10 @@ ALIGNMENT = 8  # 16-bit elements in the 16 bytes that TMA wants rows and bases a
 
 TILE_HEAD_DIMS = {
     # tile lengths the kernels use, and the head dims whose block config has them: (first, last)
+    32: (200, 256),
+    48: (200, 256),
     64: (8, 256),  # rows of a warpgroup
-    80: (200, 256),
-    112: (136, 192),
+    80: (136, 256),
     128: (72, 192),
     192: (8, 64),
 }

@@ -1,4 +1,4 @@
-"""The kernels of this process, by problem: in memory, else from disk, else compiled."""
+"""The kernels of this process, by problem and block config: in memory, else from disk, else compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tvm_ffi  # noqa: F401  (loading a kernel needs it: 20 ms, better spent at
 from fmha.jit import compile, key
 from fmha.jit.store import Store
 from fmha.problem import Problem, Unsupported, supports
-from schedules.tiling import BlockConfig, choose
+from schedules.tiling import BlockConfig, Extent, choose, rows
 
 if TYPE_CHECKING:
     from fmha.jit.sass import Resources
@@ -24,33 +24,35 @@ _functions: dict[tuple[str, str, BlockConfig, str], Function] = {}
 _missing = threading.Lock()  # of the threads that miss a kernel, one fetches it
 
 
-def loaded(problem: Problem, arch: str) -> Function | None:
-    """The launch function of `problem` if it is in memory."""
-    return _functions.get(_name(problem, arch))
+def loaded(problem: Problem, config: BlockConfig, arch: str) -> Function | None:
+    """The launch function of a kernel if it is in memory."""
+    return _functions.get((problem.dtype, problem.mask, config, arch))
 
 
-def fetch(problem: Problem, arch: str) -> Function:
-    """The launch function of `problem`, from memory, disk or the compiler. `fmha.Unsupported` if there is no kernel."""
+def fetch(problem: Problem, config: BlockConfig, arch: str) -> Function:
+    """The launch function of a kernel, from memory, disk or the compiler. `fmha.Unsupported` if there is none."""
     _require(problem, arch)
     with _missing:
-        function = loaded(problem, arch)
+        function = loaded(problem, config, arch)
         if function is None:
-            text, build = _recipe(problem, arch)
-            function = _functions[_name(problem, arch)] = STORE.get(text, build, compile.load)
+            text, build = _recipe(problem, config, arch)
+            function = STORE.get(text, build, compile.load)
+            _functions[problem.dtype, problem.mask, config, arch] = function
         return function
 
 
-def object_file(problem: Problem, arch: str) -> bytes:
-    """The compiled object of `problem`, from disk or the compiler; `compile.cubin` takes the GPU code out of it."""
+def object_file(problem: Problem, config: BlockConfig, arch: str) -> bytes:
+    """The compiled object of a kernel, from disk or the compiler; `compile.cubin` takes the GPU code out of it."""
     _require(problem, arch)
-    text, build = _recipe(problem, arch)
+    text, build = _recipe(problem, config, arch)
     return STORE.get(text, build, bytes)
 
 
 def warmup(problems: Problem | Iterable[Problem], arch: str | None = None) -> None:
     """Makes kernels ready, so that no later call waits for a compile and CUDA graphs can capture them.
 
-    problems  those to make ready; each takes seconds to compile the first time and milliseconds from disk
+    problems  those to make ready, each with the kernels for long and for short sequences, where these differ; a kernel
+              takes seconds to compile the first time and milliseconds from disk
     arch      "sm_90a"; by default that of the current CUDA device, on which each kernel is then launched once, for one
               query, to have the driver load it. Another architecture fills the disk cache for it.
 
@@ -64,9 +66,10 @@ def warmup(problems: Problem | Iterable[Problem], arch: str | None = None) -> No
     for problem in problems:
         _require(problem, arch)
     for problem in problems:
-        function = fetch(problem, arch)
-        if arch == here:
-            launch.touch(function, problem)
+        for row in rows(problem.head_dim, arch):
+            function = fetch(problem, row.config, arch)
+            if arch == here:
+                launch.touch(function, problem)
 
 
 @dataclass(frozen=True)
@@ -76,25 +79,29 @@ class Inspection:
     problem: Problem
     arch: str
     config: BlockConfig
+    reason: str  # for which the table has that config
     key: str  # the canonical text that names it on disk
     smem_bytes: int  # dynamic shared memory of one CTA
     resources: Resources  # registers, stack, spills and loops, from the machine code
 
 
-def inspect(problem: Problem, arch: str | None = None) -> Inspection:
+def inspect(problem: Problem, arch: str | None = None, *, extent: Extent | None = None) -> Inspection:
     """Compiles `problem` if need be and reads its machine code. Needs no GPU.
 
-    arch  "sm_90a"; by default that of the current CUDA device
+    arch    "sm_90a"; by default that of the current CUDA device
+    extent  the sizes of a call, which decide between kernels; by default the one for long sequences is meant
 
     Raises `fmha.Unsupported` if there is no kernel.
     """
     from fmha.jit import sass
 
     arch = _architecture(arch)
-    cubin = compile.cubin(object_file(problem, arch))
-    config = choose(problem.head_dim, arch)
+    _require(problem, arch)
+    config = choose(problem.head_dim, arch, extent)
+    reason = next(row.reason for row in rows(problem.head_dim, arch) if row.config == config)
+    cubin = compile.cubin(object_file(problem, config, arch))
     text = key.canonical(problem, config, arch)
-    return Inspection(problem, arch, config, text, config.smem_bytes(), sass.read(cubin))
+    return Inspection(problem, arch, config, reason, text, config.smem_bytes(), sass.read(cubin))
 
 
 def _architecture(arch: str | None) -> str:
@@ -110,11 +117,6 @@ def _require(problem: Problem, arch: str) -> None:
         raise Unsupported(reason)
 
 
-def _name(problem: Problem, arch: str) -> tuple[str, str, BlockConfig, str]:
-    return problem.dtype, problem.mask, choose(problem.head_dim, arch), arch
-
-
-def _recipe(problem: Problem, arch: str) -> tuple[str, Callable[[], bytes]]:
+def _recipe(problem: Problem, config: BlockConfig, arch: str) -> tuple[str, Callable[[], bytes]]:
     """The canonical text of a kernel, and how to make it."""
-    config = choose(problem.head_dim, arch)
     return key.canonical(problem, config, arch), lambda: compile.compile_object(problem, config, arch)

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fmha.jit import compile, library, sass
-from fmha.problem import Problem
+from fmha.problem import Variant
 from schedules.tiling import WARPGROUP, BlockConfig, choose
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
@@ -66,14 +66,17 @@ def of_cubin(cubin: bytes | Path, config: BlockConfig | None = None, function: s
     )
 
 
-def of_problem(problem: Problem, arch: str) -> Report:
-    """The kernel of `problem` for `arch`, from the cache or the compiler. `fmha.Unsupported` if there is none."""
-    return of_cubin(compile.cubin(library.object_file(problem, arch)), choose(problem.head_dim, arch))
+def of_variant(variant: Variant, arch: str) -> Report:
+    """A kernel for `arch`, from the cache or the compiler. `fmha.Unsupported` if there is none."""
+    return of_cubin(compile.cubin(library.object_file(*variant, arch)), variant.config)
 
 
-def name(problem: Problem, arch: str) -> str:
-    """A variant's name for people and files: arch, tile's head dim, mask and dtype."""
-    return f"{arch}-d{choose(problem.head_dim, arch).head_dim}-{problem.mask}-{SHORT[problem.dtype]}"
+def name(variant: Variant, arch: str) -> str:
+    """A variant's name for people and files: arch, tile's head dim, mask and dtype; behind it the tile, of queries by
+    keys, unless it is that for long sequences."""
+    problem, config = variant
+    base = f"{arch}-d{config.head_dim}-{problem.mask}-{SHORT[problem.dtype]}"
+    return base if config == choose(config.head_dim, arch) else f"{base}-{config.tile_m}x{config.tile_n}"
 
 
 def table(reports: Mapping[str, Report], width: int, before: Mapping[str, Report] | None = None) -> Table:

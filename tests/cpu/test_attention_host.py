@@ -17,6 +17,7 @@ import fmha
 from fmha.jit import launch, layout, library
 from fmha.jit.counter import Counter
 from fmha.problem import Problem, Unsupported
+from schedules.tiling import BlockConfig
 
 attention_module = importlib.import_module("fmha.attention")  # the attribute of that name is the function
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -50,9 +51,9 @@ class Kernel:
         assert device.type == "cpu"
         return self.counter
 
-    def fetch(self, problem: Problem, arch: str):
+    def fetch(self, problem: Problem, config: BlockConfig, arch: str):
         assert arch == "sm_90a"
-        self.problem = problem
+        self.problem, self.config = problem, config
         return self
 
     def __call__(self, q, k, v, o, lse, scale_log2, head_group, count, base, multiprocessors):
@@ -80,7 +81,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(launch, "current", stand_in.current)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of a CPU
     monkeypatch.setattr(launch, "capturing", lambda device: False)
-    monkeypatch.setattr(library, "loaded", lambda problem, arch: None)
+    monkeypatch.setattr(library, "loaded", lambda *kernel: None)
     monkeypatch.setattr(library, "fetch", stand_in.fetch)
     monkeypatch.setattr(launch, "PLANS", {})
     monkeypatch.setattr(attention_module, "PLANS", launch.PLANS)
@@ -118,6 +119,15 @@ def test_output_and_lse(kernel, dtype, causal, scale):
 def test_every_work_tile_is_counted(kernel, seqlen_q, q_tiles):
     fmha.attention(*tensors(batch=3, seqlen_q=seqlen_q, heads=4, head_dim=128))
     assert kernel.counter.base == 3 * 4 * q_tiles
+
+
+@pytest.mark.parametrize(("batch", "seqlen", "tile_m"), [(64, 256, 128), (1, 16384, 192)])
+def test_the_lengths_decide_which_kernel_answers(kernel, monkeypatch, batch, seqlen, tile_m):
+    monkeypatch.setattr(Kernel, "__call__", lambda self, *arguments: None)
+    q, k, v = torch.empty(3, batch, seqlen, 32, 64, dtype=BF16)
+    fmha.attention(q, k, v)
+    assert kernel.config.tile_m == tile_m
+    assert kernel.counter.base == batch * 32 * -(-seqlen // tile_m)
 
 
 def test_the_kernel_gets_the_address_of_the_lse_or_none(kernel):
@@ -438,10 +448,10 @@ def test_architectures_are_named_as_the_compiler_names_them(monkeypatch, version
 
 def test_a_compile_during_a_graph_capture_is_refused(kernel, monkeypatch):
     monkeypatch.setattr(launch, "capturing", lambda device: True)
-    monkeypatch.setattr(library, "fetch", lambda problem, arch: pytest.fail("fetched"))
+    monkeypatch.setattr(library, "fetch", lambda *kernel: pytest.fail("fetched"))
     with pytest.raises(RuntimeError, match=r"fmha\.warmup\(Problem\(dtype='bfloat16', head_dim=16, mask='dense'\)\)"):
         fmha.attention(Q, K, V)
-    monkeypatch.setattr(library, "loaded", lambda problem, arch: kernel.fetch(problem, arch))
+    monkeypatch.setattr(library, "loaded", kernel.fetch)
     assert_right(fmha.attention(Q, K, V), Q, K, V)
 
 
@@ -485,7 +495,7 @@ def test_plans_do_not_pile_up(kernel, monkeypatch):
 
 def test_a_planned_call_costs_microseconds(kernel, monkeypatch):
     """The host's own part of a call's 15 us, the allocation of the output included: 3.5 us on a 2 GHz server."""
-    monkeypatch.setattr(library, "fetch", lambda problem, arch: lambda *arguments: None)
+    monkeypatch.setattr(library, "fetch", lambda *kernel: lambda *arguments: None)
     q, k, v = tensors()
     fmha.attention(q, k, v)
     times = timeit.repeat(lambda: fmha.attention(q, k, v), number=100, repeat=30)

@@ -13,7 +13,7 @@ import fmha
 from fmha.jit import compile, key, library, sass
 from fmha.jit.store import CacheWarning, Store
 from fmha.problem import Problem, Unsupported
-from schedules.tiling import choose
+from schedules.tiling import Extent, choose, rows
 
 ARCH = "sm_90a"
 PROBLEM = Problem("bfloat16", 64, "dense")
@@ -96,13 +96,13 @@ def test_the_library_compiles_once_keeps_on_disk_and_keeps_in_memory(cache, monk
     compiled = []
     real = compile.compile_object
     monkeypatch.setattr(compile, "compile_object", lambda *args: compiled.append(args) or real(*args))
-    assert library.loaded(PROBLEM, ARCH) is None
-    function = library.fetch(PROBLEM, ARCH)
-    assert library.loaded(PROBLEM, ARCH) is function
-    assert library.fetch(Problem("bfloat16", 40, "dense"), ARCH) is function  # pads to the same config
+    assert library.loaded(PROBLEM, CONFIG, ARCH) is None
+    function = library.fetch(PROBLEM, CONFIG, ARCH)
+    assert library.loaded(PROBLEM, CONFIG, ARCH) is function
+    assert library.fetch(Problem("bfloat16", 40, "dense"), CONFIG, ARCH) is function  # pads to the same config
     library._functions.clear()
-    assert library.fetch(PROBLEM, ARCH) is not function
-    assert compile.cubin(library.object_file(PROBLEM, ARCH))
+    assert library.fetch(PROBLEM, CONFIG, ARCH) is not function
+    assert compile.cubin(library.object_file(PROBLEM, CONFIG, ARCH))
     assert compiled == [(PROBLEM, CONFIG, ARCH)]
     (entry,) = library.STORE.entries()
     assert (entry.text, entry.damage) == (TEXT, None)
@@ -113,7 +113,7 @@ def test_a_kernel_is_compiled_and_loaded_with_no_disk_at_all(tmp_path, monkeypat
     monkeypatch.setattr(library, "STORE", Store(tmp_path / "file"))
     monkeypatch.setattr(library, "_functions", {})
     with pytest.warns(CacheWarning, match="memory only"):
-        assert callable(library.fetch(PROBLEM, ARCH))
+        assert callable(library.fetch(PROBLEM, CONFIG, ARCH))
 
 
 CHILD = f"""
@@ -122,6 +122,7 @@ from pathlib import Path
 import cutlass
 from fmha.jit import compile, library
 from fmha.problem import Problem
+from schedules.tiling import choose
 
 log, go, ready = map(Path, sys.argv[1:])
 real = compile.compile_object
@@ -135,7 +136,7 @@ compile.compile_object = counted
 ready.touch()
 while not go.exists():
     time.sleep(0.01)
-library.fetch({PROBLEM!r}, {ARCH!r})
+library.fetch({PROBLEM!r}, choose({PROBLEM.head_dim}, {ARCH!r}), {ARCH!r})
 """
 
 
@@ -162,6 +163,10 @@ def test_inspect_reads_what_the_kernel_costs(cache):
     assert found.smem_bytes == CONFIG.smem_bytes()
     assert (found.resources.local_loads, found.resources.local_stores, found.resources.stack_bytes) == (0, 0, 0)
     assert found.resources.loops
+    long, short = rows(PROBLEM.head_dim, ARCH)
+    assert found.reason == long.reason
+    found = fmha.inspect(PROBLEM, ARCH, extent=Extent(PROBLEM.mask, 128, 128, 1, 132))
+    assert (found.config, found.reason) == (short.config, short.reason)
 
 
 def test_warmup_fills_memory_and_refuses_before_it_compiles(cache, monkeypatch):
@@ -172,7 +177,8 @@ def test_warmup_fills_memory_and_refuses_before_it_compiles(cache, monkeypatch):
     monkeypatch.setattr(library, "STORE", Store(cache))
     monkeypatch.setattr(library, "_functions", {})
     fmha.warmup(PROBLEM, ARCH)
-    assert library.loaded(PROBLEM, ARCH) is not None
+    configs = [row.config for row in rows(PROBLEM.head_dim, ARCH)]
+    assert len(configs) > 1 and all(library.loaded(PROBLEM, config, ARCH) is not None for config in configs)
 
 
 def test_without_a_gpu_an_architecture_must_be_named(cache, monkeypatch):

@@ -21,7 +21,7 @@ from fmha.jit.store import Store
 from fmha.problem import Problem
 from perf import resources
 from schedules import simulate
-from schedules.tiling import BlockConfig, choose
+from schedules.tiling import BlockConfig, choose, rows
 
 ARCH = "sm_90a"
 ONE = ["--head-dim", "64", "--mask", "dense", "--dtype", "bfloat16"]
@@ -38,7 +38,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A cache with one kernel."""
     own = Store(tmp_path / "cache")
     monkeypatch.setattr(library, "STORE", own)
-    library.object_file(Problem("bfloat16", 64, "dense"), ARCH)
+    library.object_file(Problem("bfloat16", 64, "dense"), choose(64, ARCH), ARCH)
     return own
 
 
@@ -105,8 +105,9 @@ def test_a_missing_tool_is_an_error_that_names_its_package(
 def test_head_dims_select_the_kernels_that_serve_them(head_dims: list[int] | None, widths: set[int]) -> None:
     options = [] if head_dims is None else ["--head-dim", *map(str, head_dims)]
     chosen = cli.selection(cli.parser().parse_args(["inspect", *options]))
-    assert {p.head_dim for p in chosen} == widths
-    assert len(chosen) == len(widths) * len(problem.MASKS) * len(problem.DTYPES)
+    assert {variant.config.head_dim for variant in chosen} == widths
+    kernels = sum(len(rows(width, ARCH)) for width in widths)
+    assert len(chosen) == len(set(chosen)) == kernels * len(problem.MASKS) * len(problem.DTYPES)
 
 
 # -- compile and inspect -----------------------------------------------------------------------------------------------
@@ -116,22 +117,25 @@ def test_compile_writes_cubins_and_a_manifest(tmp_path: Path, capsys: pytest.Cap
     out = tmp_path / "new" / "folder"
     says(capsys, "compile", "--out", str(out), "--head-dim", "64", "--dtype", "bfloat16")
     manifest = json.loads((out / "manifest.json").read_text())
-    assert [entry["name"] for entry in manifest] == [NAME, "sm_90a-d64-causal-bf16"]
+    assert [entry["name"] for entry in manifest] == [
+        f"sm_90a-d64-{mask}-bf16{tile}" for tile in ("", "-128x128") for mask in ("dense", "causal")
+    ]
     assert sorted(path.name for path in out.iterdir()) == sorted(
         ["manifest.json", *(entry["cubin"] for entry in manifest)]
     )
     for entry in manifest:
         assert set(entry) == {"name", "arch", "problem", "config", "cubin"}
         p, config = Problem(**entry["problem"]), BlockConfig(**entry["config"])
-        assert (entry["arch"], config) == (ARCH, choose(64, ARCH))
+        assert entry["arch"] == ARCH and config in [row.config for row in rows(64, ARCH)]
         # The cubin is the one that this problem compiles to, not just any.
         assert (out / entry["cubin"]).read_bytes() == compile.cubin(compile.compile_object(p, config, ARCH))
     assert resources.folder(out) == resources.measure([entry["name"] for entry in manifest])
 
 
 def test_inspect_prints_what_the_machine_code_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = json.loads(says(capsys, "inspect", "--json", *ONE)[0])
-    found = sass.read(compile.cubin(library.object_file(Problem("bfloat16", 64, "dense"), ARCH)))
+    row, short = json.loads(says(capsys, "inspect", "--json", *ONE)[0])
+    found = sass.read(compile.cubin(library.object_file(Problem("bfloat16", 64, "dense"), choose(64, ARCH), ARCH)))
+    assert short["name"] == f"{NAME}-128x128"
     assert (row["name"], row["arch"]) == (NAME, ARCH)
     assert (row["stack_bytes"], row["spills"]) == (found.stack_bytes, found.spills) == (0, 0)
     assert (row["registers"], row["instructions"]) == (found.registers, found.instructions)
@@ -183,7 +187,7 @@ def test_the_demo_without_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" equal") == len(demo.SIMULATED)
     assert "No GPU ran anything" in done.stdout
-    assert "10 kernels compiled for sm_90a (Hopper), none spills a register" in done.stdout
+    assert f"{len(resources.variants())} kernels compiled for sm_90a (Hopper), none spills a register" in done.stdout
     assert resources.variants().keys() <= set(done.stdout.split())
 
 
@@ -215,7 +219,7 @@ def test_the_demo_notices_one_wrong_number(what: str, console: Console, monkeypa
 
 def test_the_demo_notices_a_spill(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     spilling = dataclasses.replace(resources.load()[NAME], local_loads=4)
-    monkeypatch.setattr(report, "of_problem", lambda p, arch: spilling)
+    monkeypatch.setattr(report, "of_variant", lambda variant, arch: spilling)
     assert demo.show_resources(console, ARCH) == 1
     assert "spill registers" in printed(console)
 

@@ -9,7 +9,7 @@ import pytest
 import fmha
 from fmha.problem import ARCHITECTURES, DTYPES, MASKS, PLANNED, Problem, Unsupported, supports, variants
 from schedules.domain import DOMAINS
-from schedules.tiling import CHIPS, TABLES, choose
+from schedules.tiling import CHIPS, TABLES, rows
 
 
 def test_the_lists_are_those_of_the_schedules():
@@ -31,9 +31,9 @@ def test_a_supported_problem_has_a_block_config_that_fits_the_chip(arch):
             for head_dim in range(8, 257, 8):
                 problem = Problem(dtype, head_dim, mask)
                 assert supports(problem, arch) is None
-                config = choose(head_dim, arch)
-                assert config.head_dim >= head_dim
-                assert config.check(CHIPS[arch]) is None
+                for row in rows(head_dim, arch):
+                    assert row.config.head_dim >= head_dim
+                    assert row.config.check(CHIPS[arch]) is None
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,11 @@ def test_a_reason_names_what_was_given_and_what_is_allowed(problem, arch, given,
 
 
 def test_the_variants_are_all_the_kernels_and_each_once():
-    kernels = [(p.dtype, p.mask, choose(p.head_dim, "sm_90a")) for p in variants("sm_90a")]
+    kernels = [(problem.dtype, problem.mask, config) for problem, config in variants("sm_90a")]
     assert len(kernels) == len(set(kernels))
-    reachable = {(t, m, choose(d, "sm_90a")) for t in DTYPES for m in MASKS for d in range(8, 257, 8)}
+    reachable = {
+        (t, m, row.config) for t in DTYPES for m in MASKS for d in range(8, 257, 8) for row in rows(d, "sm_90a")
+    }
     assert set(kernels) == reachable
 
 

@@ -537,8 +537,8 @@ def test_a_workload_calls_the_kernel_as_the_library_does(monkeypatch):
     assert (lse, base, multiprocessors) == (0, 0, 132)
     assert scale_log2 == pytest.approx(math.log2(math.e) / 8)
     assert head_group == 64 and counter == kernel.buffer.data_ptr()
-    assert second[8] == 2 * 8 * 2, "the counter goes on where the first launch left it: two tiles of 192 queries"
-    assert kernel.buffer.numel() * 8 == trace.buffer_bytes(roles=4)
+    assert second[8] == 2 * 8 * 2, "the counter goes on where the first launch left it: two tiles of 128 queries"
+    assert kernel.buffer.numel() * 8 == trace.buffer_bytes(roles=3)
 
 
 def test_a_case_is_made_small_for_iket():

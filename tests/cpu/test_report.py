@@ -193,6 +193,8 @@ def test_peers_code_stands_beside_ours() -> None:
         ("D 128, causal", OURS),
         ("odd", "odd"),
     ]
+    (short,) = series.loops({"sm_90a-d64-dense-bf16-128x48": KERNEL})
+    assert short.group == "D 64, dense, 128x48"
     peer = bars[1]
     assert (peer.registers, peer.spills, peer.stack_bytes, peer.masked) == ("168", 5, 8, None)
     assert peer.parts["spills"] == 0.25 and peer.parts["EX2"] == 34 / 32 and peer.total == pytest.approx(200 / 32)
@@ -255,8 +257,7 @@ def test_a_peers_table_is_read_from_its_library(tmp_path: Path, monkeypatch: pyt
 
 def test_a_kernel_named_among_those_of_a_cubin_is_read_without_its_config() -> None:
     name = "sm_90a-d64-dense-bf16"
-    problem = resources.variants()[name]
-    cubin = compile.cubin(library.object_file(problem, resources.ARCH))
+    cubin = compile.cubin(library.object_file(*resources.variants()[name], resources.ARCH))
     symbol = re.findall(rb"fmha_forward_\w+", cubin)[0].decode()
     found = peer_code.report.of_cubin(cubin, function=symbol)
     assert found == dataclasses.replace(resources.measure([name])[name], smem_bytes=None, body_per_score=None)

@@ -10,7 +10,7 @@ import pytest
 
 from fmha.jit import compile, report, sass
 from fmha.jit.report import Report
-from fmha.problem import Problem
+from fmha.problem import Problem, Variant
 from perf import resources
 from schedules.tiling import BlockConfig, choose
 
@@ -37,8 +37,7 @@ def test_the_table_has_every_variant_and_no_other(committed: dict[str, Report]) 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_compiles_to_what_the_table_allows(name: str, committed: dict[str, Report]) -> None:
-    problem = VARIANTS[name]
-    config = choose(problem.head_dim, resources.ARCH)
+    problem, config = VARIANTS[name]
     measured = resources.measure([name])[name]
     assert resources.objections(name, measured, committed.get(name), config) == []
     # What the reader of the machine code should find in any forward kernel: two MMAs, of tile_n and head_dim columns,
@@ -54,8 +53,9 @@ def test_a_variant_compiles_to_what_the_table_allows(name: str, committed: dict[
 
 
 def test_float16_costs_the_same(committed: dict[str, Report]) -> None:
-    bfloat16 = Problem("bfloat16", 128, "dense")
-    measured = report.of_problem(dataclasses.replace(bfloat16, dtype="float16"), resources.ARCH)
+    bfloat16 = Variant(Problem("bfloat16", 128, "dense"), choose(128, resources.ARCH))
+    float16 = bfloat16._replace(problem=dataclasses.replace(bfloat16.problem, dtype="float16"))
+    measured = report.of_variant(float16, resources.ARCH)
     assert resources.objections("float16", measured, committed[report.name(bfloat16, resources.ARCH)]) == []
 
 

@@ -7,7 +7,8 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from schedules.tiling import CHIPS, TABLES, BlockConfig, choose
+from schedules.domain import DOMAINS
+from schedules.tiling import CHIPS, TABLES, BlockConfig, Extent, choose, predicted_us, rows
 
 ROWS = [(arch, row) for arch, table in TABLES.items() for row in table]
 BASE = BlockConfig(
@@ -25,19 +26,78 @@ def test_the_table_fits_its_chip(arch, row):
 @pytest.mark.parametrize("arch", TABLES)
 def test_the_table_is_sorted_and_reaches_256(arch):
     dims = [row.config.head_dim for row in TABLES[arch]]
-    assert dims == sorted(set(dims)) and dims[-1] == 256
+    assert dims == sorted(dims) and dims[-1] == 256
+    assert len({row.config for row in TABLES[arch]}) == len(dims)
 
 
 @pytest.mark.parametrize("arch", TABLES)
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_choose_takes_the_narrowest_that_is_wide_enough(arch, head_dim):
     wide_enough = [row.config for row in TABLES[arch] if row.config.head_dim >= head_dim]
-    assert choose(head_dim, arch) == min(wide_enough, key=lambda config: config.head_dim)
+    narrowest = min(wide_enough, key=lambda config: config.head_dim)
+    assert choose(head_dim, arch) == narrowest
+    assert [row.config for row in rows(head_dim, arch)] == [c for c in wide_enough if c.head_dim == narrowest.head_dim]
 
 
 def test_choose_refuses_a_head_dim_past_the_table():
     with pytest.raises(LookupError, match="no block config of sm_90a holds head dim 264"):
         choose(264, "sm_90a")
+
+
+def suite(head_dim: int, mask: str, seqlen: int) -> Extent:
+    """B x S = 16k and H x D = 2048, on an H200."""
+    return Extent(mask, seqlen, seqlen, max(1, 16384 // seqlen) * 2048 // head_dim, 132)
+
+
+def tile(head_dim: int, extent: Extent) -> tuple[int, int]:
+    config = choose(head_dim, "sm_90a", extent)
+    return config.tile_m, config.tile_n
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_rivals_have_costs_and_all_of_them_win_somewhere(arch):
+    for head_dim in sorted({row.config.head_dim for row in TABLES[arch]}):
+        rivals = rows(head_dim, arch)
+        assert all((row.cost is not None) == (len(rivals) > 1) for row in rivals)
+        lengths = [2**i for i in range(18)]
+        won = {choose(head_dim, arch, suite(head_dim, mask, s)) for mask in DOMAINS for s in lengths}
+        assert won == {row.config for row in rivals}
+        for mask in DOMAINS:
+            assert choose(head_dim, arch, suite(head_dim, mask, 147_600)) == rivals[0].config, "the one for long ones"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "seqlen", "fastest"),  # as measured on an H200
+    [
+        (64, "dense", 256, (128, 128)),
+        (64, "dense", 1024, (192, 128)),
+        (64, "dense", 4096, (192, 128)),
+        (64, "causal", 256, (128, 128)),
+        (64, "causal", 512, (128, 128)),
+        (64, "causal", 1024, (128, 128)),
+        (64, "causal", 2048, (192, 128)),
+        (256, "dense", 256, (128, 32)),
+        (256, "dense", 512, (128, 48)),
+        (256, "dense", 2048, (128, 80)),
+        (256, "causal", 256, (128, 32)),
+        (256, "causal", 512, (128, 48)),
+        (256, "causal", 2048, (128, 80)),
+    ],
+)
+def test_the_prediction_agrees_with_what_was_measured(head_dim, mask, seqlen, fastest):
+    assert tile(head_dim, suite(head_dim, mask, seqlen)) == fastest
+
+
+def test_few_heads_get_the_tile_that_ends_first():
+    """With a multiprocessor for each work tile, the smaller one is done earlier, though it is slower per query."""
+    assert tile(64, Extent("dense", 2048, 2048, 1, 132)) == (128, 128)
+    assert tile(64, Extent("dense", 2048, 2048, 256, 132)) == (192, 128)
+
+
+def test_a_row_without_costs_predicts_nothing():
+    (row,) = rows(128, "sm_90a")
+    with pytest.raises(ValueError, match="no measured cost"):
+        predicted_us(row, suite(128, "dense", 1024))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ import sys, fmha
 from fmha.jit.launch import current_architecture
 from fmha.problem import variants
 part, parts = map(int, sys.argv[1:])
-fmha.warmup(variants(current_architecture())[part::parts])
+fmha.warmup(sorted({variant.problem for variant in variants(current_architecture())}, key=str)[part::parts])
 """
 
 

@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import fmha
+from fmha.jit import launch
+from schedules.tiling import BlockConfig, rows
 from tests.cases import CASES, DTYPES, GROWING, SHARP, Case, inputs
 from tests.checks import call, check, compare, same_bits
 
+ARCH = launch.current_architecture() or "sm_90a"
+planning: Any = importlib.import_module("fmha.attention")  # `fmha.attention` is its function
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_case(case: Case, record) -> None:
+
+def each_kernel(cases: Iterable[Case]) -> pytest.MarkDecorator:
+    """Every case with every block config of its head dim, whichever its lengths would get."""
+    found = [(case, row.config) for case in cases for row in rows(case.head_dim, ARCH)]
+    names = [f"{case.name} {config.tile_m}x{config.tile_n}" for case, config in found]
+    return pytest.mark.parametrize(("case", "config"), found, ids=names)
+
+
+@pytest.fixture
+def pin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BlockConfig], None]]:
+    """Makes `fmha.attention` use one block config."""
+
+    def use(config: BlockConfig) -> None:
+        launch.PLANS.clear()
+        monkeypatch.setattr(planning, "choose", lambda head_dim, arch, extent: config)
+
+    yield use
+    launch.PLANS.clear()
+
+
+@each_kernel(CASES)
+def test_case(case: Case, config: BlockConfig, pin, record) -> None:
+    pin(config)
     record(case, check(case, fmha.attention, "cuda"))
 
 
-@pytest.mark.parametrize("case", SHARP, ids=lambda case: case.name)
-def test_sharp_scores(case: Case, record) -> None:
+@each_kernel(SHARP)
+def test_sharp_scores(case: Case, config: BlockConfig, pin, record) -> None:
+    pin(config)
     record(case, check(case, fmha.attention, "cuda"))
 
 
-@pytest.mark.parametrize("case", GROWING, ids=lambda case: case.name)
-def test_growing_maxima(case: Case, record) -> None:
+@each_kernel(GROWING)
+def test_growing_maxima(case: Case, config: BlockConfig, pin, record) -> None:
+    pin(config)
     record(case, check(case, fmha.attention, "cuda"))
+
+
+def test_the_lengths_of_a_call_choose_its_kernel(record) -> None:
+    """The same head dim, unpinned, in turn long and short."""
+    for head_dim in (64, 256):
+        for batch, seqlen in ((64, 256), (8, 2048), (64, 256)):
+            case = Case(batch, seqlen, seqlen, 4, 4, head_dim, out="given")
+            record(case, check(case, fmha.attention, "cuda"))
 
 
 def some_rows(seqlen_q: int, count: int = 160) -> torch.Tensor:
@@ -44,11 +82,14 @@ def test_video_lengths(seqlen: int, causal: bool, record) -> None:
     record(case, compare(case, qkv, out, lse, rows=some_rows(seqlen)))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_full_gpu_is_right_and_repeatable_to_the_bit(head_dim: int, causal: bool, record) -> None:
+@each_kernel(
+    Case(4, 2049, 4111, 16, 4, head_dim, causal=causal, out="given")
+    for head_dim in (64, 96, 128, 192, 256)
+    for causal in (False, True)
+)
+def test_full_gpu_is_right_and_repeatable_to_the_bit(case: Case, config: BlockConfig, pin, record) -> None:
     """Thousands of work tiles in flight: where a missing wait would show as an error that moves."""
-    case = Case(4, 2049, 4111, 16, 4, head_dim, causal=causal, out="given")
+    pin(config)
     qkv = inputs(case, "cuda")
     out, lse = call(case, fmha.attention, qkv)
     record(case, compare(case, qkv, out, lse, rows=some_rows(case.seqlen_q)))

@@ -14,9 +14,9 @@ import torch
 
 import fmha
 from fmha import reference
-from fmha.jit.launch import current_architecture
+from fmha.jit.launch import describe_device
 from schedules.domain import DOMAINS
-from schedules.tiling import choose
+from schedules.tiling import Extent, choose
 from tests.cases import DTYPES, Case, inputs
 from tests.checks import LSE_TOLERANCE, check
 
@@ -25,8 +25,11 @@ INF, NAN = math.inf, math.nan
 
 def unspecified(case: Case, key: int) -> torch.Tensor:
     """bool [Sq]: rows that do not see `key` though their Q tile visits its KV tile."""
-    config = choose(case.head_dim, current_architecture() or "")
-    domain = DOMAINS["causal" if case.causal else "dense"](config.tile_m, config.tile_n)
+    mask, heads = "causal" if case.causal else "dense", case.batch * case.heads_q
+    device = describe_device(torch.device("cuda", torch.cuda.current_device()))
+    extent = Extent(mask, case.seqlen_q, case.seqlen_k, heads, device.multiprocessors)
+    config = choose(case.head_dim, device.arch, extent)
+    domain = DOMAINS[mask](config.tile_m, config.tile_n)
     rows = []
     for row in range(case.seqlen_q):
         visits = domain.visits(row // config.tile_m, case.seqlen_q, case.seqlen_k)
