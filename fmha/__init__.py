@@ -3,5 +3,6 @@
 from fmha.attention import attention
 from fmha.jit.library import inspect, warmup
 from fmha.problem import Problem, Unsupported, supports
+from schedules.tiling import Extent
 
-__all__ = ["Problem", "Unsupported", "attention", "inspect", "supports", "warmup"]
+__all__ = ["Extent", "Problem", "Unsupported", "attention", "inspect", "supports", "warmup"]

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fmha.jit import launch, layout, library
 from fmha.jit.launch import PLANS, Answer, Blank, Launch, Plan
+from fmha.jit.library import pick
 from fmha.problem import Problem, Unsupported, supports
-from schedules.tiling import BlockConfig, Extent, choose
+from schedules.tiling import BlockConfig, Extent
 from schedules.work import head_group
 
 LOG2_E = math.log2(math.e)
@@ -107,8 +108,20 @@ def attention(
     return plan(q, k, v, out)
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, causal: bool, scale: Any, return_lse: bool) -> Plan:
-    """Validates a call, gets its kernel into memory, and decides everything that its data pointers do not."""
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    causal: bool,
+    scale: Any,
+    return_lse: bool,
+    config: BlockConfig | None = None,
+) -> Plan:
+    """Validates a call, gets its kernel into memory, and decides everything that its data pointers do not.
+
+    `config` is for measuring one that such a call does not get.
+    """
     operands = [Operand.of(name, tensor) for name, tensor in zip("qkv", (q, k, v), strict=True)]
     check_inputs(*operands)
     problem = Problem(operands[0].dtype, q.shape[3], "causal" if causal else "dense")
@@ -129,8 +142,9 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, causal: bool, sca
     if 0 in q.shape or 0 in k.shape:
         return Blank(answer)
     heads = q.shape[0] * q.shape[2]
-    extent = Extent(problem.mask, q.shape[1], k.shape[1], heads, device.multiprocessors)
-    config = choose(problem.head_dim, device.arch, extent)
+    if config is None:
+        extent = Extent(problem.mask, q.shape[1], k.shape[1], heads, device.multiprocessors)
+        config = pick(problem, device.arch, extent).config
     work_tiles = -(-q.shape[1] // config.tile_m) * heads
     if work_tiles > MAX_SIZE:
         raise Unsupported(f"{operands[0]}: {work_tiles} tiles of queries; up to {MAX_SIZE} are supported")

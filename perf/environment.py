@@ -14,12 +14,15 @@ PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy")
 
 
 def describe() -> dict[str, Any]:
-    """`{gpu, driver, versions, date, source}` of the current CUDA device and the sources in this checkout."""
+    """`{gpu, driver, versions, date, source}` of the current CUDA device and the sources in this checkout; and `tuned`,
+    a path, where a file of the user's has block configs for some calls."""
     import torch
 
+    from fmha.jit import tuned
     from perf.fingerprint import fingerprint
 
-    return {
+    own = {"tuned": str(tuned.file().path)} if tuned.file().entries else {}
+    return own | {
         "gpu": torch.cuda.get_device_name(),
         "driver": driver_version(),
         "versions": versions(),

@@ -30,7 +30,7 @@ from perf.bench import Tensors, make_inputs, relative_error
 from perf.cases import parse, slug
 from perf.suites import Case
 from perf.timing import CudaTimer, interleave
-from schedules.tiling import BlockConfig, Extent, choose
+from schedules.tiling import BlockConfig, Extent
 
 planning: Any = importlib.import_module("fmha.attention")  # `fmha.attention` is its function
 
@@ -45,7 +45,7 @@ class Kernel:
     def __init__(self, case: Case, qkv: Tensors, recorder: str | None) -> None:
         q, k, v = self.qkv = qkv
         self.arch = launch.describe_device(q.device).arch
-        self.problem = Problem(case.dtype, case.head_dim, "causal" if case.causal else "dense")
+        self.problem = problem_of(case)
         self.config = config_of(case, self.arch, launch.describe_device(q.device).multiprocessors)
         self.plan = planning._plan(q, k, v, None, case.causal, None, False)
         self.object_file = _object_file(self.problem, self.config, self.arch, recorder)
@@ -69,10 +69,17 @@ class Kernel:
         return self.buffer.cpu().numpy().tobytes()
 
 
+def problem_of(case: Case) -> Problem:
+    return Problem(case.dtype, case.head_dim, "causal" if case.causal else "dense")
+
+
+def extent_of(case: Case, multiprocessors: int) -> Extent:
+    return Extent(problem_of(case).mask, case.seqlen_q, case.seqlen_k, case.batch * case.heads_q, multiprocessors)
+
+
 def config_of(case: Case, arch: str, multiprocessors: int) -> BlockConfig:
     """The block config that a call of the case gets."""
-    mask, heads = "causal" if case.causal else "dense", case.batch * case.heads_q
-    return choose(case.head_dim, arch, Extent(mask, case.seqlen_q, case.seqlen_k, heads, multiprocessors))
+    return library.pick(problem_of(case), arch, extent_of(case, multiprocessors)).config
 
 
 @functools.cache

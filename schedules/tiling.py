@@ -72,6 +72,10 @@ class BlockConfig:
             return f"head_dim {self.head_dim} is not a multiple of 16 from 16 to 256 (the K of the QK wgmma)"
         if not 1 <= self.consumers <= 3:
             return f"{self.consumers} consumer warpgroups: 1 to 3 fit beside the producer"
+        if min(self.stages, self.q_stages) < 1:
+            return f"{self.stages} stages of K and V and {self.q_stages} of Q: each ring needs 1"
+        if not 0 <= self.rescale_above <= 8:  # also refuses NaN
+            return f"rescale_above {self.rescale_above}: 0 to 8, past which the error grows to more than 2.1 times"
         if (need := self.smem_bytes()) > chip.smem_bytes:
             return f"{need} bytes of shared memory, {chip.name} has {chip.smem_bytes}"
         for registers in (self.producer_registers, self.consumer_registers):

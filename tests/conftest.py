@@ -1,4 +1,5 @@
-"""What every test shares: a kernel cache of its own, and a reason for skipping those under tests/gpu without a GPU."""
+"""What every test shares: a kernel cache of its own, no tuned block configs, and a reason for skipping those under
+tests/gpu without a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from pathlib import Path
 os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
 )  # before NumPy: the simulator's matrices are small, threads only wait
+
+# Before anything reads it: what somebody tuned on this machine must not decide what is tested.
+os.environ["FMHA_TUNED"] = str(Path(__file__).with_name("no-tuned.json"))
 
 import pytest
 from hypothesis import settings

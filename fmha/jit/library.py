@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import tvm_ffi  # noqa: F401  (loading a kernel needs it: 20 ms, better spent at import than in the first call)
 
-from fmha.jit import compile, key
+from fmha.jit import compile, key, tuned
 from fmha.jit.store import Store
 from fmha.problem import Problem, Unsupported, supports
 from schedules.tiling import BlockConfig, Extent, choose, rows
@@ -22,6 +22,24 @@ Function = Callable[..., None]
 STORE = Store()
 _functions: dict[tuple[str, str, BlockConfig, str], Function] = {}
 _missing = threading.Lock()  # of the threads that miss a kernel, one fetches it
+
+
+class Pick(NamedTuple):
+    """The block config of a call, and where it comes from: the table's reason for it, or "tuned: PATH"."""
+
+    config: BlockConfig
+    source: str
+
+
+def pick(problem: Problem, arch: str, extent: Extent | None = None) -> Pick:
+    """The block config that calls of `problem` with these sizes get: that of the user's own file, else the table's.
+
+    Without sizes it is the table's for long sequences. LookupError if the table holds no such head dim.
+    """
+    if extent is not None and (entry := tuned.find(problem, arch, extent)) is not None:
+        return Pick(entry.config, f"tuned: {tuned.file().path}")
+    config = choose(problem.head_dim, arch, extent)
+    return Pick(config, next(row.reason for row in rows(problem.head_dim, arch) if row.config == config))
 
 
 def loaded(problem: Problem, config: BlockConfig, arch: str) -> Function | None:
@@ -51,8 +69,8 @@ def object_file(problem: Problem, config: BlockConfig, arch: str) -> bytes:
 def warmup(problems: Problem | Iterable[Problem], arch: str | None = None) -> None:
     """Makes kernels ready, so that no later call waits for a compile and CUDA graphs can capture them.
 
-    problems  those to make ready, each with the kernels for long and for short sequences, where these differ; a kernel
-              takes seconds to compile the first time and milliseconds from disk
+    problems  those to make ready, each with the kernels for long and for short sequences, where these differ, and with
+              those tuned on this machine; a kernel takes seconds to compile the first time and milliseconds from disk
     arch      "sm_90a"; by default that of the current CUDA device, on which each kernel is then launched once, for one
               query, to have the driver load it. Another architecture fills the disk cache for it.
 
@@ -66,8 +84,9 @@ def warmup(problems: Problem | Iterable[Problem], arch: str | None = None) -> No
     for problem in problems:
         _require(problem, arch)
     for problem in problems:
-        for row in rows(problem.head_dim, arch):
-            function = fetch(problem, row.config, arch)
+        configs = [row.config for row in rows(problem.head_dim, arch)] + tuned.configs(problem, arch)
+        for config in dict.fromkeys(configs):
+            function = fetch(problem, config, arch)
             if arch == here:
                 launch.touch(function, problem)
 
@@ -79,7 +98,7 @@ class Inspection:
     problem: Problem
     arch: str
     config: BlockConfig
-    reason: str  # for which the table has that config
+    reason: str  # where the config comes from: why the table has it, or "tuned: PATH" where a file of the user's does
     key: str  # the canonical text that names it on disk
     smem_bytes: int  # dynamic shared memory of one CTA
     resources: Resources  # registers, stack, spills and loops, from the machine code
@@ -89,16 +108,18 @@ def inspect(problem: Problem, arch: str | None = None, *, extent: Extent | None 
     """Compiles `problem` if need be and reads its machine code. Needs no GPU.
 
     arch    "sm_90a"; by default that of the current CUDA device
-    extent  the sizes of a call, which decide between kernels; by default the one for long sequences is meant
+    extent  an `fmha.Extent`, the sizes of a call: they decide between kernels, and whether one that was tuned on this
+            machine applies; by default the table's kernel for long sequences is meant
 
-    Raises `fmha.Unsupported` if there is no kernel.
+    Raises `fmha.Unsupported` if there is no kernel, ValueError if the extent is that of another mask.
     """
     from fmha.jit import sass
 
     arch = _architecture(arch)
     _require(problem, arch)
-    config = choose(problem.head_dim, arch, extent)
-    reason = next(row.reason for row in rows(problem.head_dim, arch) if row.config == config)
+    if extent is not None and extent.mask != problem.mask:
+        raise ValueError(f"extent.mask is {extent.mask!r}; it must be that of the problem, {problem.mask!r}")
+    config, reason = pick(problem, arch, extent)
     cubin = compile.cubin(object_file(problem, config, arch))
     text = key.canonical(problem, config, arch)
     return Inspection(problem, arch, config, reason, text, config.smem_bytes(), sass.read(cubin))

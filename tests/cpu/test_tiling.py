@@ -105,6 +105,11 @@ def test_a_row_without_costs_predicts_nothing():
     [
         ({"tile_n": 120}, "tile_n 120 is not a multiple of 16"),
         ({"tile_n": 0}, "tile_n 0 is not"),
+        ({"stages": 0}, "0 stages of K and V and 2 of Q: each ring needs 1"),
+        ({"q_stages": -1}, "2 stages of K and V and -1 of Q"),
+        ({"rescale_above": 8.5}, "rescale_above 8.5: 0 to 8"),
+        ({"rescale_above": -1.0}, "rescale_above -1.0"),
+        ({"rescale_above": float("nan")}, "rescale_above nan"),
         ({"tile_n": 272}, "tile_n 272 is not .* to 256"),
         ({"head_dim": 72}, "head_dim 72 is not a multiple of 16"),
         ({"head_dim": 272}, "head_dim 272 is not .* to 256"),

@@ -12,6 +12,7 @@ import torch
 
 import fmha
 from fmha.jit import launch
+from fmha.jit.library import Pick
 from schedules.tiling import BlockConfig, rows
 from tests.cases import CASES, DTYPES, GROWING, SHARP, Case, inputs
 from tests.checks import call, check, compare, same_bits
@@ -33,7 +34,7 @@ def pin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BlockConfig], Non
 
     def use(config: BlockConfig) -> None:
         launch.PLANS.clear()
-        monkeypatch.setattr(planning, "choose", lambda head_dim, arch, extent: config)
+        monkeypatch.setattr(planning, "pick", lambda problem, arch, extent: Pick(config, "pinned"))
 
     yield use
     launch.PLANS.clear()
