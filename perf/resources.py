@@ -44,6 +44,10 @@ def objections(name: str, new: Report, old: Report | None, config: BlockConfig |
         said.append(f"the body loop masks: {selects} selects")
     if new.early_retire:
         said.append("a softmax loop waits for every MMA before the row maximum, so that they do not overlap")
+    if len(new.body_waits) > 2:
+        said.append(
+            f"the body loop waits for MMAs {len(new.body_waits)} times, not twice: the compiler serialised them"
+        )
     if config and new.setmaxnreg != (wanted := (config.producer_registers, config.consumer_registers)):
         said.append(f"setmaxnreg {new.setmaxnreg}, the config says {wanted}")
     if old is None:

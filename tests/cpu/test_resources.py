@@ -89,6 +89,7 @@ def test_the_command_fails_on_a_spill(
         ({"stack_bytes": 8}, "8 bytes of stack"),
         ({"body_kinds": {"select": 64}}, "masks: 64 selects"),
         ({"early_retire": True}, "waits for every MMA"),
+        ({"body_waits": ((1, 0, 0), (0, 0, 0), (0, 4, 8))}, "waits for MMAs 3 times, not twice"),
         ({"setmaxnreg": (24, 232)}, "setmaxnreg"),
         ({"body": 409}, "grew from 400 to 409"),
     ],
