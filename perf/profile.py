@@ -9,7 +9,7 @@ A case is written as `perf.bench` prints it, "D128 causal S4096 B4 H16" (B and H
 
 DIR gets profile.json and profile.md (all numbers), and for each case a NAME.timeline.json (for ui.perfetto.dev),
 NAME.timeline.png and NAME.counters.png. What the steps left lies in DIR/raw: `--redo` evaluates and draws it again,
-anywhere, and a step that is run later adds to it.
+anywhere, and a step that is run later adds to it. `--collect` stops there, where time on the GPU is dear.
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="also record a build that stamps the wait for PV beside the exponentials, which moves that wait",
     )
+    parser.add_argument("--collect", action="store_true", help="only fill DIR/raw, and leave the rest to --redo")
     parser.add_argument("--redo", action="store_true", help="evaluate and draw DIR/raw again; needs no GPU")
     args = parser.parse_args(argv)
     args.argv = argv
@@ -171,6 +172,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(str(error))
     if not args.cases and not args.redo:
         parser.error(f"no CASE, such as {cases.EXAMPLE!r}")
+    if args.collect and args.redo:
+        parser.error("--collect measures, --redo does not: one of them")
     return args
 
 
@@ -197,7 +200,8 @@ def main(argv: list[str] | None = None) -> int:
     if not (raw / "profile.json").exists():
         print(f"perf.profile: {raw} holds nothing to evaluate", file=sys.stderr)
         return 2
-    print(evaluate(args.out.resolve(), failed))
+    if not args.collect:
+        print(evaluate(args.out.resolve(), failed))
     return 1 if failed else 0
 
 

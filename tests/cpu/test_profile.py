@@ -712,6 +712,7 @@ def test_what_a_command_has_started_ends_with_it(tmp_path):
         (["D128"], "has no lengths"),
         (["--head-dim", "128"], "together"),
         (["D128 S512", "--steps", "dance"], "dance"),
+        (["D128 S512", "--collect", "--redo"], "one of them"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, said, capsys):
@@ -732,6 +733,20 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
     assert workload.main(["counters", CASE.name]) == 2
     assert "no CUDA device" in capsys.readouterr().err and not list(tmp_path.iterdir())
     assert profile.main(["--redo", "--out", str(tmp_path)]) == 2
+
+
+def test_collecting_leaves_the_evaluation_to_another_time(tmp_path, monkeypatch, capsys):
+    def collect(chosen, parts, raw):
+        leave(tmp_path)
+        return {}
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(profile, "describe", lambda argv: META)
+    monkeypatch.setattr(profile, "collect", collect)
+    assert profile.main([CASE.name, "--collect", "--out", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"] and not capsys.readouterr().out
+    assert profile.main(["--redo", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "profile.md").exists()
 
 
 def test_the_table_leaves_out_what_no_case_has():
