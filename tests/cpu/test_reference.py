@@ -71,6 +71,103 @@ def test_equals_torchs_attention_in_float64(mask: str, seqlen_q: int, seqlen_k: 
     assert lse.shape == (2, 6, seqlen_q)
 
 
+def options(rng: random.Random, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> dict:
+    """Any of the parts of a score and of a mask, together."""
+    left, right = rng.choices([None, None, -9, -2, 0, 1, 3, 8, 40], k=2)
+    found: dict = {"causal": rng.random() < 0.5, "window": (left, right)}
+    if rng.random() < 0.4:
+        found["softcap"] = rng.choice([0.5, 3.0, 50.0])
+    if rng.random() < 0.4:
+        found["sinks"] = torch.tensor([rng.choice([-INF, -1.0, 0.0, 4.0]) for _ in range(heads)], dtype=torch.float64)
+    if rng.random() < 0.4:
+        shape = rng.choice([(heads,), (batch, heads)])
+        found["alibi_slopes"] = randn(*shape, seed=rng.randrange(99)).abs()
+    for name, length in (("seqused_q", seqlen_q), ("seqused_k", seqlen_k)):
+        if rng.random() < 0.3:
+            found[name] = torch.tensor([rng.randint(0, length) for _ in range(batch)], dtype=torch.int32)
+    return found
+
+
+def as_numpy(given: dict) -> dict:
+    return {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_torch_and_numpy_oracles_agree_on_every_mask_and_score(seed: int) -> None:
+    rng = random.Random(seed)
+    batch, kv_heads, group = rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 3)
+    seqlen_q, seqlen_k, dim, value_dim = (rng.randint(1, 12) for _ in range(4))
+    heads = kv_heads * group
+    q = randn(batch, seqlen_q, heads, dim)
+    k = randn(batch, seqlen_k, kv_heads, dim, seed=1)
+    v = randn(batch, seqlen_k, kv_heads, value_dim, seed=2)
+    given = options(rng, batch, heads, seqlen_q, seqlen_k)
+    out, lse = reference.attention(q, k, v, **given)
+    out_np, lse_np = reference.attention_numpy(q.numpy(), k.numpy(), v.numpy(), **as_numpy(given))
+    np.testing.assert_allclose(out.numpy(), out_np, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(lse.numpy(), lse_np, rtol=0, atol=1e-12)
+
+
+def test_windows_say_what_they_mean() -> None:
+    def seen(seqlen_q: int, seqlen_k: int, causal: bool, window: reference.Window) -> list[list[int]]:
+        visible = reference.visibility(seqlen_q, seqlen_k, causal, window)(torch.arange(seqlen_q))
+        return [row.nonzero().flatten().tolist() for row in visible]
+
+    assert (
+        seen(3, 5, False, (1, 0)) == seen(3, 5, True, (1, None)) == seen(3, 5, True, (1, 7)) == [[1, 2], [2, 3], [3, 4]]
+    )
+    assert seen(3, 5, False, (None, 1)) == [[0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    assert seen(2, 9, False, (7, -8)) == [[], []], "not the full matrix"
+    assert seen(2, 9, False, (7, -7)) == [[0], [1]]
+    assert seen(4, 2, False, (0, 0)) == [[], [], [0], [1]], "aligned at the bottom right"
+
+
+def test_a_sink_takes_its_part_of_the_weights() -> None:
+    q, k, v = randn(1, 3, 2, 8), randn(1, 5, 2, 8, seed=1), randn(1, 5, 2, 8, seed=2)
+    sinks = torch.tensor([0.3, -INF], dtype=torch.float64)
+    plain, plain_lse = reference.attention(q, k, v)
+    out, lse = reference.attention(q, k, v, sinks=sinks)
+    torch.testing.assert_close(lse, torch.logaddexp(plain_lse, sinks[None, :, None]))
+    torch.testing.assert_close(out, plain * torch.exp(plain_lse - lse).transpose(1, 2)[..., None])
+    _, blind = reference.attention(q, k[:, :0], v[:, :0], sinks=sinks)
+    torch.testing.assert_close(blind, sinks[None, :, None].expand(1, 2, 3))
+
+
+def test_packed_sequences_are_attended_one_by_one_and_never_meet() -> None:
+    lengths_q, lengths_k = [3, 0, 5, 1], [4, 2, 0, 6]
+    cu_q, cu_k = (torch.tensor([0, *np.cumsum(n)], dtype=torch.int32) for n in (lengths_q, lengths_k))
+    q, k, v = randn(9, 4, 8), randn(12, 2, 8, seed=1), randn(12, 2, 6, seed=2)
+    slopes = randn(4, 4, seed=3).abs()
+    out, lse = reference.attention_varlen(q, k, v, cu_q, cu_k, causal=True, alibi_slopes=slopes)
+    assert out.shape == (9, 4, 6) and lse.shape == (4, 9)
+    for b in range(4):
+        here, there = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        one, one_lse = reference.attention(
+            q[None, here], k[None, there], v[None, there], causal=True, alibi_slopes=slopes[b]
+        )
+        assert torch.equal(out[here], one[0]) and torch.equal(lse[:, here], one_lse[0])
+        spoilt_k, spoilt_v = k.clone(), v.clone()
+        spoilt_k[: there.start], spoilt_k[there.stop :], spoilt_v[: there.start], spoilt_v[there.stop :] = (
+            NAN,
+            NAN,
+            NAN,
+            NAN,
+        )
+        again, _ = reference.attention_varlen(q, spoilt_k, spoilt_v, cu_q, cu_k, causal=True, alibi_slopes=slopes)
+        assert torch.equal(again[here], out[here])
+
+
+def test_what_lies_behind_the_used_part_of_a_sequence_is_not_read() -> None:
+    q, k, v = randn(2, 5, 2, 8), randn(2, 7, 2, 8, seed=1), randn(2, 7, 2, 8, seed=2)
+    used_q, used_k = torch.tensor([3, 5]), torch.tensor([7, 0])
+    q[0, 3:], k[1], v[1] = NAN, NAN, NAN
+    out, lse = reference.attention(q, k, v, causal=True, seqused_q=used_q, seqused_k=used_k)
+    one, one_lse = reference.attention(q[:1, :3], k[:1], v[:1], causal=True)
+    assert torch.equal(out[:1, :3], one) and torch.equal(lse[:1, :, :3], one_lse)
+    assert (out[0, 3:] == 0).all() and (out[1] == 0).all()
+    assert (lse[0, :, 3:] == -INF).all() and (lse[1] == -INF).all()
+
+
 SMALL = [c for c in CASES if c.batch * c.heads_q * c.seqlen_q * c.head_dim < 2**15]
 
 
