@@ -2,7 +2,8 @@
 
 from fmha.attention import attention
 from fmha.jit.library import inspect, warmup
+from fmha.merge import merge
 from fmha.problem import Problem, Unsupported, supports
 from schedules.tiling import Extent
 
-__all__ = ["Extent", "Problem", "Unsupported", "attention", "inspect", "supports", "warmup"]
+__all__ = ["Extent", "Problem", "Unsupported", "attention", "inspect", "merge", "supports", "warmup"]
