@@ -17,7 +17,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         out = (w_a out_a + w_b out_b) / (w_a + w_b)        lse = max + log(w_a + w_b)
 
     in float32 (float64 if an argument is). A part that sees no key (0, minus infinity) changes nothing, and two of them
-    give (0, minus infinity). Associative up to rounding, so any number of parts can be merged. NaN spreads, and the gradient flows.
+    give (0, minus infinity). Associative up to rounding, so any number of parts can be merged. NaN spreads, and the
+    gradient flows.
 
     Raises ValueError for shapes, dtypes or devices that do not fit together.
 
