@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from fmha.jit.launch import from_dlpack, to_library_of
 
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+
+def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """The attention over two disjoint sets of keys, from the attention over each.
 
     out_a, out_b  [B, S, H, D], or [T, H, D] of packed sequences, of one floating dtype and device
@@ -20,10 +24,18 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     give (0, minus infinity). Associative up to rounding, so any number of parts can be merged. NaN spreads, and the
     gradient flows.
 
-    Raises ValueError for shapes, dtypes or devices that do not fit together.
+    The arrays may come from any library that speaks DLPack; the results go back to out_a's, as in `fmha.attention`.
+
+    Raises TypeError for what is no such array, ValueError for shapes, dtypes or devices that do not fit together.
 
     Online softmax: Milakov and Gimelshein, 2018; merging partial results: FlashDecoding, Dao et al., 2023.
     """
+    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    merged = _merge(*(from_dlpack(name, array) for name, array in given.items()))
+    return to_library_of(out_a, merged[0]), to_library_of(out_a, merged[1])
+
+
+def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     _check(out_a, lse_a, out_b, lse_b)
     wide = torch.float64 if torch.float64 in (out_a.dtype, lse_a.dtype) else torch.float32
     a, b = lse_a.to(wide), lse_b.to(wide)

@@ -88,7 +88,7 @@ def attention_varlen(
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64, device=q.device)
     starts = [list(itertools.pairwise(cu.tolist())) for cu in (cu_seqlens_q, cu_seqlens_k)]
     for b, ((q0, q1), (k0, k1)) in enumerate(zip(*starts, strict=True)):
-        slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        slopes = _slopes_of(b, alibi_slopes)
         one = (x[None, start:end] for x, start, end in ((q, q0, q1), (k, k0, k1), (v, k0, k1)))
         o, total = attention(*one, alibi_slopes=slopes, **options)
         out[q0:q1], lse[:, q0:q1] = o[0], total[0]
@@ -112,11 +112,16 @@ def _padded(
     for b in range(batch):
         sq = seqlen_q if seqused_q is None else int(seqused_q[b])
         sk = k.shape[1] if seqused_k is None else int(seqused_k[b])
-        slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        slopes = _slopes_of(b, alibi_slopes)
         one = (q[b : b + 1, :sq], k[b : b + 1, :sk], v[b : b + 1, :sk])
         o, total = attention(*one, alibi_slopes=slopes, **options)
         out[b, :sq], lse[b, :, :sq] = o[0], total[0]
     return out, lse
+
+
+def _slopes_of(b: int, alibi_slopes: torch.Tensor | None) -> torch.Tensor | None:
+    """Those of one sequence, of [Hq] or [B, Hq]."""
+    return alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
 
 
 def visibility(seqlen_q: int, seqlen_k: int, causal: bool, window: Window = NO_WINDOW) -> Visible:

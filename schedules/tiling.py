@@ -94,8 +94,9 @@ class BlockConfig:
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds on an H200 in bfloat16, fitted to S = 256, 512 and 1024 with B x S = 16k. Of use beside those of
-    other rows of the same head dim only: their ratios decide which row a problem gets."""
+    """Microseconds on an H200 in bfloat16, fitted by hand to rates of the suite `dense` (head dim 64: S = 256 to 16k,
+    256: S = 256 to 1k). Of use beside those of other rows of the same head dim only: their ratios decide which row a
+    problem gets."""
 
     tile: float  # that a KV tile takes a CTA
     start: float  # that a work tile takes besides
@@ -113,13 +114,21 @@ class Choice:
 
 @dataclass(frozen=True)
 class Extent:
-    """The run-time sizes that decide between the rows of a head dim."""
+    """The run-time sizes that decide between the rows of a head dim. ValueError for an unknown mask and for a size
+    that is not positive."""
 
     mask: str
     seqlen_q: int
     seqlen_k: int
     heads: int  # of the queries, over all batch entries
     multiprocessors: int
+
+    def __post_init__(self) -> None:
+        if self.mask not in DOMAINS:
+            raise ValueError(f"mask is {self.mask!r}; one of {', '.join(map(repr, DOMAINS))} is needed")
+        for name in ("seqlen_q", "seqlen_k", "heads", "multiprocessors"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; a positive number is needed")
 
 
 _TWO = {"consumers": 2, "producer_registers": 24, "consumer_registers": 240}
@@ -136,7 +145,7 @@ SM90 = (
     Choice(
         BlockConfig(head_dim=64, tile_n=128, stages=4, q_stages=2, **_TWO),
         "256 queries are two tiles of 128, and one and a third of 192; under a causal mask the narrower diagonal saves "
-        "more: S = 256 1.28 (causal 1.39) times as fast as with 192 queries, S = 1024 0.96 (1.13), 16k 0.83",
+        "more: S = 256 1.28 (causal 1.39) times as fast as with 192 queries, S = 1024 0.96 (1.13), 16k 0.81",
         Cost(tile=1.2, start=0.7),
     ),
     Choice(
@@ -153,7 +162,7 @@ SM90 = (
     ),
     Choice(
         BlockConfig(head_dim=256, tile_n=80, stages=2, q_stages=1, **_WIDE),
-        "the widest tile_n whose two stages fit beside one Q slot; tile_n 64 was 2% slower on an H200; the producer "
+        "the widest tile_n whose two stages fit beside one Q slot; tile_n 64 was 3% slower on an H200; the producer "
         "spills with 24 registers",
         Cost(tile=1.67, start=5.65),
     ),

@@ -17,7 +17,6 @@ import hashlib
 import os
 import platform
 import stat
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,7 +26,7 @@ from typing import TypeVar
 
 from filelock import FileLock
 
-from fmha.jit import key
+from fmha.jit import files, key
 
 FORMAT = "fmha kernel 1"  # the first line of an entry
 LOCK_SECONDS = 600.0  # far above any compile: a holder that hangs must not hang everybody else
@@ -254,15 +253,7 @@ def _write(entry: Path, content: bytes) -> None:
     """Puts an entry in place, whole or not at all. The caller holds its lock."""
     for stale in entry.parent.glob(f"{entry.stem}.*.tmp"):  # their writers held this lock and were killed
         stale.unlink(missing_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{entry.stem}.", suffix=".tmp", dir=entry.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(temporary, entry)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    files.replace(entry, content)
 
 
 def _set_aside(entry: Path, damage: Damaged) -> None:

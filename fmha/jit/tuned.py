@@ -16,15 +16,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 import threading
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fmha.jit import files
 from fmha.problem import Problem, supports
 from schedules.tiling import CHIPS, BlockConfig, Extent
 
@@ -178,7 +177,8 @@ def write(entry: Entry) -> Path:
         kept = [
             item for item in items if not (isinstance(item, dict) and call == {name: item.get(name) for name in call})
         ]
-        _replace(where, json.dumps({"version": VERSION, "entries": [*kept, entry.to_json()]}, indent=1) + "\n")
+        document = {"version": VERSION, "entries": [*kept, entry.to_json()]}
+        files.replace(where, (json.dumps(document, indent=1) + "\n").encode())
     return where
 
 
@@ -219,19 +219,6 @@ def _typed(kind: type[T], values: Any, what: str) -> T:
         if annotation == "int" and value < 1:
             raise ValueError(f"its {what} has {name} = {value}; positive numbers are needed")
     return kind(**{name: float(value) if known[name].type == "float" else value for name, value in values.items()})
-
-
-def _replace(where: Path, text: str) -> None:
-    """Whole or not at all: a temporary file, renamed."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{where.name}.", suffix=".tmp", dir=where.parent)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(temporary, where)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _warn(message: str) -> None:

@@ -7,7 +7,6 @@ import importlib
 import itertools
 import math
 import random
-import timeit
 
 import numpy as np
 import pytest
@@ -491,15 +490,6 @@ def test_plans_do_not_pile_up(kernel, monkeypatch):
     for seqlen in range(1, 21):
         assert_right(fmha.attention(q, k[:, :seqlen], v[:, :seqlen]), q, k[:, :seqlen], v[:, :seqlen])
         assert len(launch.PLANS) <= 4
-
-
-def test_a_planned_call_costs_microseconds(kernel, monkeypatch):
-    """The host's own part of a call's 15 us, the allocation of the output included: 3.5 us on a 2 GHz server."""
-    monkeypatch.setattr(library, "fetch", lambda *kernel: lambda *arguments: None)
-    q, k, v = tensors()
-    fmha.attention(q, k, v)
-    times = timeit.repeat(lambda: fmha.attention(q, k, v), number=100, repeat=30)
-    assert min(times) / 100 < 10e-6
 
 
 def test_a_plan_holds_no_data(kernel):

@@ -17,7 +17,7 @@ from pathlib import Path
 import filelock
 import pytest
 
-from fmha.jit import key, store
+from fmha.jit import files, key, store
 from fmha.jit.store import CacheWarning, Damaged, Store
 
 TEXT = "arch = 'sm_90a'\nproblem.dtype = 'bfloat16'\n"
@@ -234,9 +234,8 @@ def test_a_disk_that_cannot_be_written_costs_one_warning(root, number, call, cau
     def fail(*args, **kwargs):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(store.os, "replace", fail) if call == "replace" else monkeypatch.setattr(
-        store.tempfile, "mkstemp", fail
-    )
+    owner, name = {"replace": (files.os, "replace"), "open": (files.tempfile, "mkstemp")}[call]
+    monkeypatch.setattr(owner, name, fail)
     user = Store(root, "f")
     for i in range(3):
         assert user.get(f"k = {i}\n", Builder(), load) == ("loaded", OBJECT)

@@ -77,6 +77,14 @@ def test_a_captured_launch_has_a_counter_of_its_own(driver):
     assert [(value, base) for _, value, base in driver.launches] == [(0, 0), (0, 0), (0, 0), (5, 5)]
 
 
+def test_the_default_stream_is_never_captured_and_not_asked(driver, monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: pytest.fail("asked"))
+    driver.stream = 0
+    driver.launch(5)
+    driver.launch(5)
+    assert [(value, base) for _, value, base in driver.launches] == [(0, 0), (5, 5)]
+
+
 def test_counters_wrap_with_the_kernel(driver):
     for _ in range(5):
         driver.launch(2**30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,6 +73,17 @@ def test_a_row_of_nan_stays_one_and_alone() -> None:
     out, lse = fmha.merge(a, lse_a, b, lse_b)
     assert out[0, 2, 1].isnan().all() and lse[0, 1, 2].isnan()
     assert out.isnan().sum() == 8 and lse.isnan().sum() == 1
+
+
+def test_numpy_arrays_give_numpy_arrays() -> None:
+    parts = (*part(0, 6), *part(6, 20))
+    out, lse = fmha.merge(*(x.numpy() for x in parts))
+    expected, expected_lse = fmha.merge(*parts)
+    assert type(out) is type(lse) is np.ndarray
+    np.testing.assert_array_equal(out, expected.numpy())
+    np.testing.assert_array_equal(lse, expected_lse.numpy())
+    with pytest.raises(TypeError, match="lse_b is a list; a torch tensor or another array with __dlpack__"):
+        fmha.merge(*parts[:3], [1.0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

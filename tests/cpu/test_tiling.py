@@ -94,6 +94,14 @@ def test_few_heads_get_the_tile_that_ends_first():
     assert tile(64, Extent("dense", 2048, 2048, 256, 132)) == (192, 128)
 
 
+@pytest.mark.parametrize("name", ["seqlen_q", "seqlen_k", "heads", "multiprocessors"])
+def test_sizes_that_are_none_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"{name} is 0; a positive number"):
+        replace(suite(64, "dense", 1024), **{name: 0})
+    with pytest.raises(ValueError, match="mask is 'window'; one of 'dense', 'causal'"):
+        suite(64, "window", 1024)
+
+
 def test_a_row_without_costs_predicts_nothing():
     (row,) = rows(128, "sm_90a")
     with pytest.raises(ValueError, match="no measured cost"):
