@@ -140,8 +140,12 @@ class Load(Role):
     def first_work(self) -> Work: ...
 
     @abstractmethod
-    def next_work(self) -> Work:
-        """Takes the next work tile that no CTA has."""
+    def ask(self) -> Any:
+        """Takes the next work tile that no CTA has. Its number is a microsecond on its way."""
+
+    @abstractmethod
+    def next_work(self, asked: Any) -> Work:
+        """What was asked for."""
 
     @abstractmethod
     def visits(self, work: Work) -> Visits: ...
@@ -149,31 +153,39 @@ class Load(Role):
     @program.jit
     def run(self) -> None:
         """K runs one tile ahead of V, the order in which the consumers ask for them; also from one work tile to the
-        next, whose number is asked for a whole work tile before it is needed."""
+        next. That is asked for as late as its number may take to come: a work tile that was taken early waits for this
+        CTA while others have none left."""
         q_slot = self.q.first()
         slot = self.k.first()
         work = self.first_work()
         self.open(work, q_slot, slot)
         while work.valid != 0:
-            upcoming = self.next_work()
-            visits = self.visits(work)
-            last = visits.total - 1
-            for step in range(1, visits.total, unroll=1):
-                ahead = self.k.next(slot)
-                self.k.acquire(ahead)
-                self.k.load(ahead, work, last - step)
-                self.k.commit(ahead)
-                self.v.acquire(slot)
-                self.v.load(slot, work, last - step + 1)
-                self.v.commit(slot)
-                slot = ahead
+            last = self.visits(work).total - 1
+            for step in range(1, last, unroll=1):
+                slot = self.pair(work, last - step, slot)
+            asked = self.ask()
+            for step in range(max(1, last), last + 1, unroll=1):
+                slot = self.pair(work, last - step, slot)
             self.v.acquire(slot)
             self.v.load(slot, work, 0)
             self.v.commit(slot)
+            upcoming = self.next_work(asked)
             q_slot = self.q.next(q_slot)
             slot = self.k.next(slot)
             self.open(upcoming, q_slot, slot)
             work = upcoming
+
+    @program.jit
+    def pair(self, work: Work, tile: int, slot: Slot) -> Slot:
+        """K of a tile, and V of the one before."""
+        ahead = self.k.next(slot)
+        self.k.acquire(ahead)
+        self.k.load(ahead, work, tile)
+        self.k.commit(ahead)
+        self.v.acquire(slot)
+        self.v.load(slot, work, tile + 1)
+        self.v.commit(slot)
+        return ahead
 
     @program.jit
     def open(self, work: Work, q_slot: Slot, slot: Slot) -> None:

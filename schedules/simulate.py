@@ -60,9 +60,13 @@ class NumpyLoad(Load):
     def first_work(self) -> Work:
         return next(self.cta.works)
 
-    def next_work(self) -> Work:
-        self.cta.machine.op("next_work")
+    def ask(self) -> Work:
+        self.cta.machine.op("ask")
         return next(self.cta.works)
+
+    def next_work(self, asked: Work) -> Work:
+        self.cta.machine.op("next_work")
+        return asked
 
     def visits(self, work: Work) -> Visits:
         return self.cta.visits(work)

@@ -52,18 +52,19 @@ class TmaLoad(Load):
         return work_of(cute.arch.block_idx()[0], *self.grid)
 
     @cute.jit
-    def take(self):
-        taken = Int32(0)
+    def ask(self):
+        asked = Int32(0)
         if self.lane == 0:
-            taken = self.count()
-        return cute.arch.shuffle_sync(taken, 0)
+            asked = self.count()
+        return asked
 
     def count(self) -> Int32:
         counter = cute.make_ptr(Int32, self.counter, cute.AddressSpace.gmem, assumed_align=4)
         return Int32(cute.arch.atomic_add(counter.llvm_ptr, Int32(1)))
 
-    def next_work(self) -> Work:
-        return work_of(cute.arch.grid_dim()[0] + self.take() - self.base, *self.grid)
+    def next_work(self, asked: Int32) -> Work:
+        taken = cute.arch.shuffle_sync(asked, 0) - self.base
+        return work_of(cute.arch.grid_dim()[0] + taken, *self.grid)
 
     def visits(self, work: Work) -> Visits:
         return self.domain.visits(work.q_tile, self.seqlen_q, self.seqlen_k)

@@ -249,9 +249,9 @@ class RecordedLoad(TmaLoad):
         self.recorder.clocks(START)
         return super().first_work()
 
-    def next_work(self) -> Work:
+    def next_work(self, asked: Int32) -> Work:
         self.recorder.begin("next_work")
-        work = super().next_work()
+        work = super().next_work(asked)
         self.recorder.end()
         return work
 
