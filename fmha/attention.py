@@ -46,7 +46,9 @@ def attention(
     causal      query i sees the keys up to i + Sk - Sq: the diagonal ends in the bottom right corner
     scale       a finite positive number; 1 / sqrt(D) by default
     out         [B, Sq, Hq, D] to write into, of q's dtype and device, sharing no memory with q, k or v
-    return_lse  also return the logarithm of each row's sum of exponentials (natural; scaled and masked scores)
+    return_lse  also return the logarithm of each row's sum of exponentials (natural; scaled and masked scores). Up to
+                head dim 192 another kernel then answers, which adds them up in float32: outputs of the two agree within
+                rounding, and this one takes some 9% longer
 
     Returns the output, [B, Sq, Hq, D] in q's dtype (`out` if given, else contiguous), or (output, lse) with lse float32
     [B, Hq, Sq]. A query that sees no key gives 0, and minus infinity. Sizes may be 0.
@@ -143,8 +145,9 @@ def _plan(
         return Blank(answer)
     heads = q.shape[0] * q.shape[2]
     if config is None:
-        extent = Extent(problem.mask, q.shape[1], k.shape[1], heads, device.multiprocessors)
+        extent = Extent(problem.mask, q.shape[1], k.shape[1], heads, device.multiprocessors, return_lse)
         config = pick(problem, device.arch, extent).config
+    assert config.serves(return_lse), "a kernel with columns of ones writes no LSE"
     work_tiles = -(-q.shape[1] // config.tile_m) * heads
     if work_tiles > MAX_SIZE:
         raise Unsupported(f"{operands[0]}: {work_tiles} tiles of queries; up to {MAX_SIZE} are supported")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perf.timeline import LOAD, Span, Timeline
+from perf.timeline import LOAD, Span, Timeline, softmaxes
 
 FLOPS_PER_CYCLE = 4096  # of one Hopper multiprocessor, dense 16-bit MMAs: 989 TFLOP/s at 132 x 1.83 GHz
 ROWS = 64  # of one wgmma
@@ -113,7 +113,7 @@ def measure(timeline: Timeline, tile_n: int, head_dim: int) -> Overlap:
         window=window,
         hertz=timeline.hertz,
         work_tiles=sum(s.what == "normalise" for s in roles),
-        kv_tiles=sum(s.what.startswith("row_max") for s in roles),
+        kv_tiles=sum(len(softmaxes(inside.lane(lane))) for lane in timeline.attends),
         in_flight=cycles(common(union((s.begin, s.end) for s in mmas), [window])) / length,
         busy=cycles(working) / length,
         softmax=cycles(softmax) / length,
@@ -142,9 +142,9 @@ def periods(timeline: Timeline) -> list[int]:
     """Cycles between the softmaxes of consecutive unmasked tiles, over all warpgroups."""
     found = []
     for lane in timeline.attends:
-        softmax = [span for span in timeline.lane(lane) if span.what.startswith("row_max")]
+        softmax = softmaxes(timeline.lane(lane))
         for before, now in zip(softmax, softmax[1:], strict=False):
-            if before.what == now.what == "row_max body":
+            if not (before.masked or now.masked):
                 found.append(now.begin - before.begin)
     return found
 

@@ -43,16 +43,18 @@ FILLS: Mapping[str, tuple[str, str]] = {  # colour and hatch of an operation, by
     "wait": ("#ffffff", "/////"),
     "load": ("#b3d3ea", ""),
     "issue": ("#173f66", ""),
+    "mask": ("#fdf1d8", ""),
     "row_max": ("#fbe3b5", ""),
     "softmax": ("#fbe3b5", ""),
     "rescale": ("#c4453b", ""),
     "exponents": ("#f0a860", ""),
     "pack_p": ("#d98032", ""),
+    "outgrown": ("#fbe3b5", ""),
     "store": ("#9ccb9a", ""),
     "QK": ("#4f4a8c", ""),
     "PV": ("#9d99cf", ""),
 }
-LEGEND = ("wait", "load", "issue", "row_max", "exponents", "pack_p", "rescale", "store", "QK", "PV")
+LEGEND = ("wait", "load", "issue", "mask", "row_max", "exponents", "pack_p", "rescale", "store", "QK", "PV")
 LETTER = 0.0044  # of a panel's width: a span that has so much for each letter of its name shows it
 
 
@@ -80,8 +82,10 @@ def gantt(title: str, panels: Sequence[Panel], path: Path) -> None:
         axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[0.75 + 0.34 * count for count in lanes])
         for ax, panel in zip(axes[:, 0], panels, strict=True):
             _panel(ax, panel)
-        patches = [Patch(facecolor=FILLS[n][0], hatch=FILLS[n][1], edgecolor="#777777", label=n) for n in LEGEND]
-        figure.legend(handles=patches, loc="outside lower left", ncols=len(LEGEND), fontsize=8)
+        drawn = {fill(span) for panel in panels for span in panel.timeline.between(panel.begin, panel.end).spans}
+        names = [name for name in LEGEND if FILLS[name] in drawn]
+        patches = [Patch(facecolor=FILLS[n][0], hatch=FILLS[n][1], edgecolor="#777777", label=n) for n in names]
+        figure.legend(handles=patches, loc="outside lower left", ncols=len(names), fontsize=8)
         figure.savefig(path, dpi=DPI)
 
 
@@ -140,7 +144,7 @@ def fill(span: Span) -> tuple[str, str]:
 
 
 def label(span: Span) -> str:
-    name = {"exponents": "exp", "row_max body": "max", "row_max right": "max, masked"}.get(span.what, span.what)
+    name = {"exponents": "exp", "row_max": "max"}.get(span.what, span.what)
     return name if span.tile is None else f"{name} {span.tile}"
 
 

@@ -2,7 +2,7 @@
 
 Compiles every variant, prints a table and compares it with `perf/resources.json`, the committed one. It objects (exit
 status 1) to a spilled register, a byte of stack, a select in the unmasked loop body, a wait for all MMAs before the
-row maximum, and a loop body that grew by more than 2%; `--update` writes the new numbers down. `--compare DIR`
+softmax begins, and a loop body that grew by more than 2%; `--update` writes the new numbers down. `--compare DIR`
 compares with the cubins of `python -m fmha compile --out DIR` instead, and cubins named on the command line are read as
 they are.
 """
@@ -43,7 +43,7 @@ def objections(name: str, new: Report, old: Report | None, config: BlockConfig |
     if selects := new.body_kinds.get("select", 0):
         said.append(f"the body loop masks: {selects} selects")
     if new.early_retire:
-        said.append("a softmax loop waits for every MMA before the row maximum, so that they do not overlap")
+        said.append("a softmax loop waits for every MMA before it begins, so that they do not overlap")
     if len(new.body_waits) > 2:
         said.append(
             f"the body loop waits for MMAs {len(new.body_waits)} times, not twice: the compiler serialised them"

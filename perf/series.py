@@ -277,8 +277,9 @@ def _loop(who: str | None, name: str, row: Report) -> Loop:
     parts[REST] = row.body / scores - sum(parts.values())
     variant = VARIANT.search(stem := Path(name).stem)
     tile = TILE.search(stem)
+    more = ["LSE"] * ("-lse" in stem) + ([tile[1]] if tile else [])
     return Loop(
-        group=f"D {variant[1]}, {variant[2]}{f', {tile[1]}' if tile else ''}" if variant else stem,
+        group=", ".join([f"D {variant[1]}", variant[2], *more]) if variant else stem,
         who=who or (stem[: variant.start()] if variant else "") or stem,
         parts=parts,
         masked=row.masked[0] / scores if row.masked else None,

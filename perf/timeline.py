@@ -8,6 +8,7 @@ them, so that a predicted timeline (`predict`) and a measured one can be laid si
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,10 +30,12 @@ KINDS: Mapping[str, str] = {  # the first word of an operation: what it is to th
     "next_work": "load",
     "issue": "issue",
     "start": "softmax",
+    "mask": "softmax",
     "row_max": "softmax",
     "rescale": "softmax",
     "exponents": "softmax",
     "pack_p": "softmax",
+    "outgrown": "softmax",
     "normalise": "store",
     "stage_o": "store",
     "store_o": "store",
@@ -138,8 +141,8 @@ def build(recorded: Mapping[str, Sequence[Stamp]], hertz: float) -> Timeline:
     return Timeline(tuple(spans), hertz)
 
 
-TILED = ("load", "row_max", "store_o")  # operations whose argument is a tile; of the others with one it is a slot
-SLOTTED = ("acquire", "wait", "issue", "stage_o")
+TILED = ("load", "mask", "exponents", "store_o")  # whose argument is a tile
+SLOTTED = ("acquire", "wait", "issue", "stage_o")  # and whose is a slot
 
 
 def _spans(lane: str, stamps: Sequence[Stamp]) -> Iterator[Span]:
@@ -151,20 +154,52 @@ def _spans(lane: str, stamps: Sequence[Stamp]) -> Iterator[Span]:
 
 
 def name_tiles(spans: Sequence[Span]) -> list[Span]:
-    """A warpgroup's spans with the tiles of its MMAs and exponentials: the n-th QK, and the n-th PV, are of the n-th
-    tile whose maximum is taken."""
-    maxima = [span.tile for span in spans if span.what.startswith("row_max")]
-    tiles = {what: iter(maxima) for what in ("issue QK", "issue PV")}
-    named, tile = [], None
-    for span in spans:
-        if span.what.startswith("row_max"):
-            tile = span.tile
+    """A warpgroup's spans with the tiles of its MMAs and its softmax: the n-th QK, and the n-th PV, are of the n-th
+    tile that is exponentiated."""
+    order = [span.tile for span in softmaxes(spans)]
+    tiles = {what: iter(order) for what in ("issue QK", "issue PV")}
+    exponents = [i for i, span in enumerate(spans) if span.what == "exponents"]
+    named = []
+    for i, span in enumerate(spans):
+        before, after = (spans[j].tile if j is not None else None for j in _around(exponents, i))
         if span.what in tiles:
             span = span._replace(tile=next(tiles[span.what], None))
-        elif span.what in ("exponents", "pack_p", "rescale"):
-            span = span._replace(tile=tile)
+        elif span.what in ("row_max", "rescale"):
+            span = span._replace(tile=after)
+        elif span.what in ("pack_p", "outgrown"):
+            span = span._replace(tile=before)
         named.append(span)
     return named
+
+
+def _around(places: Sequence[int], i: int) -> tuple[int | None, int | None]:
+    """The last of the ascending `places` before i and the first one behind it."""
+    at = bisect.bisect_left(places, i)
+    return places[at - 1] if at else None, places[at] if at < len(places) else None
+
+
+class Softmax(NamedTuple):
+    """The softmax of a KV tile, from its first exponential on."""
+
+    tile: int | None
+    begin: int
+    masked: bool
+
+
+def softmaxes(spans: Sequence[Span]) -> list[Softmax]:
+    """Those of a warpgroup. What an optimistic one does a second time is no other tile: it looks for row maxima between
+    its look at P and the exponentials."""
+    found = []
+    masked = looked = again = False
+    for span in spans:
+        if span.what == "exponents":
+            if not again:
+                found.append(Softmax(span.tile, span.begin, masked))
+            masked = looked = again = False
+        masked |= span.what == "mask"
+        looked |= span.what == "outgrown"
+        again |= span.what == "row_max" and looked
+    return found
 
 
 def flights(spans: Sequence[Span]) -> Iterator[Span]:

@@ -41,7 +41,7 @@ from perf.resources import objections
 from perf.suites import Case
 from perf.timing import Call, CudaTimer, Timer, interleave, quartiles
 from perf.workload import extent_of, problem_of
-from schedules.tiling import CHIPS, TABLES, BlockConfig, Choice, Cost, Extent, predicted_us, rows
+from schedules.tiling import CHIPS, MOST_RESCALED_ABOVE, TABLES, BlockConfig, Choice, Cost, Extent, predicted_us, rivals
 
 planning: Any = importlib.import_module("fmha.attention")  # `fmha.attention` is its function
 
@@ -69,8 +69,8 @@ class Target:
 
     @property
     def table(self) -> tuple[BlockConfig, ...]:
-        """The table's configs for its head dim."""
-        return tuple(row.config for row in rows(self.problem.head_dim, self.arch))
+        """The table's configs for its head dim, and calls that want no LSE."""
+        return tuple(row.config for row in rivals(self.problem.head_dim, self.arch, lse=False))
 
 
 def grid(target: Target) -> list[BlockConfig]:
@@ -90,6 +90,7 @@ def grid(target: Target) -> list[BlockConfig]:
                             consumers=consumers,
                             producer_registers=producer_registers,
                             consumer_registers=consumer_registers,
+                            ones=long.ones,
                             rescale_above=long.rescale_above,
                         )
                         for stages in range(DEEPEST, 1, -1)
@@ -129,11 +130,13 @@ def candidates(target: Target, present: BlockConfig, most: int = MOST) -> list[B
 
 
 def label(config: BlockConfig) -> str:
-    """Its head dim, tile of queries by keys, stages of K and V and of Q, registers, and threshold of the rescale where
-    that is not the usual one."""
+    """Its head dim, tile of queries by keys, stages of K and V and of Q, registers, columns of ones, and threshold of
+    the rescale where that is not the usual one."""
     tile = f"d{config.head_dim} {config.tile_m}x{config.tile_n} kv{config.stages} q{config.q_stages}"
-    rescale = "" if config.rescale_above == BlockConfig.rescale_above else f" rescale {config.rescale_above:g}"
-    return f"{tile} {config.producer_registers}/{config.consumer_registers}{rescale}"
+    ones = f" ones {config.ones}" if config.ones else ""
+    usual = config.rescale_above == (MOST_RESCALED_ABOVE if config.ones else BlockConfig.rescale_above)
+    rescale = "" if usual else f" rescale {config.rescale_above:g}"
+    return f"{tile} {config.producer_registers}/{config.consumer_registers}{ones}{rescale}"
 
 
 # -- compiling, and the resource check ---------------------------------------------------------------------------------

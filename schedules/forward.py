@@ -37,7 +37,7 @@ from schedules.domain import Section, Visits
 from schedules.program import range
 from schedules.work import Work
 
-FLOOR = -(2.0**120)  # of row maxima: under every score, and finite, so that a wholly masked row makes no NaN of it
+FLOOR = -(2.0**120)  # of references: under every score, and finite, so that a wholly masked row makes no NaN of it
 
 
 class Slot(NamedTuple):
@@ -203,9 +203,12 @@ class Load(Role):
 class Attend(Role):
     """A consumer warpgroup: 64 query rows against every visited KV tile.
 
-    It holds S (then the exponentials) and O as float32 accumulators, P as the 16-bit operand of the PV MMA, and for
-    each row its maximum and sum, all in registers.
+    It holds S and O as float32 accumulators, P as the 16-bit operand of the PV MMA, and for each row its sum and the
+    reference that exponents count from, all in registers. A reference is a row's maximum as it was at the last rescale,
+    and some headroom. An optimistic warpgroup looks for no maxima: it sees by P whether a score has outgrown one.
     """
+
+    optimistic: bool
 
     q: WorkRing
     k: Ring
@@ -218,7 +221,7 @@ class Attend(Role):
 
     @abstractmethod
     def start(self) -> None:
-        """O = 0, row sum = 0, row maximum = FLOOR."""
+        """O = 0, row sum = 0, and the references are those of S alone."""
 
     @abstractmethod
     def fence(self) -> None: ...
@@ -238,20 +241,29 @@ class Attend(Role):
     def retire(self, pending: int) -> None: ...
 
     @abstractmethod
-    def row_max(self, section: Section, work: Work, tile: int) -> Any:
-        """Masks S where the section asks for it and finds its row maxima. True if one grew past the threshold."""
+    def mask(self, work: Work, tile: int) -> None:
+        """Scores of keys that a query does not see become minus infinity."""
+
+    @abstractmethod
+    def row_max(self) -> Any:
+        """Finds the row maxima of S. True if one has outgrown its row's reference."""
 
     @abstractmethod
     def rescale(self) -> None:
-        """Moves every row to its present maximum: O and the row sum shrink by the difference."""
+        """Moves every row's reference up to its maximum: O and the row sum shrink by the difference."""
 
     @abstractmethod
-    def exponents(self) -> None:
-        """S = 2^(scale S - maximum), and the row sums grow by it."""
+    def exponents(self, tile: int) -> None:
+        """The weights, 2^(scale S - reference), in float32. An optimistic role keeps S for a second time; others write
+        them over it, and the row sums grow by them."""
 
     @abstractmethod
     def pack_p(self) -> None:
-        """P = S in 16 bits."""
+        """P = the weights in 16 bits."""
+
+    @abstractmethod
+    def outgrown(self) -> Any:
+        """True if P shows that a score has outgrown its row's reference."""
 
     @abstractmethod
     def normalise(self, work: Work) -> None:
@@ -291,8 +303,9 @@ class Attend(Role):
             last = visits.total - 1
             self.retire(0)
             self.k.release(slot)
+            self.mask(work, last)
             self.start()
-            self.softmax(Section.RIGHT, work, last)
+            self.exponents(last)
             self.pack_p()
             if storing != 0:
                 self.drain()
@@ -384,18 +397,33 @@ class Attend(Role):
         self.turn.give()
         self.retire(1)
         self.k.release(slot)
-        self.softmax(section, work, tile)
+        if const_expr(section is not Section.BODY):
+            self.mask(work, tile)
+        if const_expr(not self.optimistic):
+            self.make_room()
+        self.exponents(tile)
         self.retire(0)
         self.v.release(before)
         self.pack_p()
+        if const_expr(self.optimistic):
+            self.make_up(tile)
         return slot
 
     @program.jit
-    def softmax(self, section: Section, work: Work, tile: int) -> None:
-        """The common path leaves O, the maxima and the sums' scale alone; only a maximum that grew by more than the
-        threshold makes the warp retire its PV and rescale."""
-        grew = self.row_max(section, work, tile)
+    def make_room(self) -> None:
+        """Before the exponentials: only a maximum that has outgrown its reference makes the warp retire its PV and
+        rescale."""
+        grew = self.row_max()
         if grew:
             self.retire(0)
             self.rescale()
-        self.exponents()
+
+    @program.jit
+    def make_up(self, tile: int) -> None:
+        """After them: what the references were too small for is done once more."""
+        outgrown = self.outgrown()
+        if outgrown:
+            self.row_max()
+            self.rescale()
+            self.exponents(tile)
+            self.pack_p()

@@ -54,6 +54,10 @@ class TileError(ScheduleError):
     """A tile is out of range, is visited twice or never, or meets another tile's data."""
 
 
+class RangeError(ScheduleError):
+    """A weight is larger, or a row's weights are smaller, than the threshold of the rescale allows."""
+
+
 class Fence(Enum):
     """What orders an ordinary access before the asynchronous operations that follow it."""
 

@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from schedules.domain import Causal, Dense, Section, Visits
+from schedules.domain import Causal, Dense, Visits
 from schedules.forward import FLOOR, Attend, Load, Slot
-from schedules.machine import Buffer, CountError, Event, Fence, Flight, Machine, TileError, Until, Wgmma
+from schedules.machine import Buffer, CountError, Event, Fence, Flight, Machine, RangeError, TileError, Until, Wgmma
 from schedules.rings import ELEMENT_BYTES, Counts, NumpyRing, NumpyTurn, NumpyWorkRing, Source, Turnstile
 from schedules.tiling import WARPGROUP, BlockConfig
 from schedules.work import Work, work_of
@@ -28,14 +28,18 @@ AnyRing = TypeVar("AnyRing", bound=NumpyRing)
 # Small problems in milliseconds.
 SMALL = BlockConfig(16, tile_n=16, stages=2, q_stages=2, consumers=2, producer_registers=24, consumer_registers=240)
 
+LIMIT = 1  # log2: what no weight of an optimistic role may reach
+
 # Nominal times for the "steady" policy, of 64 queries and a 128 x 128 tile, in units of 64 cycles of an H100: an MMA is
 # 2 * 64 * 128 * 128 operations at 4096 a cycle, as long as its 64 * 128 exponentials at 16 a cycle.
 COSTS = {
     "QK": 8,
     "PV": 8,
+    "mask": 1,
     "row_max": 3,
     "exponents": 8,
     "pack_p": 1,
+    "outgrown": 1,
     "rescale": 2,
     "normalise": 2,
     "load": 6,
@@ -73,7 +77,8 @@ class NumpyLoad(Load):
 
 
 class NumpyAttend(Attend):
-    """A consumer warpgroup. Fragments: `s` (rows, tile_n), `p` likewise, `o` (rows, head_dim), in float64."""
+    """A consumer warpgroup. Fragments: `s` (rows, tile_n), `weights` and `p` likewise, `o` (rows, head_dim and columns
+    of ones), in float64."""
 
     q: NumpyWorkRing
     k: NumpyRing
@@ -87,9 +92,14 @@ class NumpyAttend(Attend):
         self.turn = NumpyTurn(cta.turnstile, index)
         self.index = index
         self.mma = Wgmma(cta.machine)
-        shapes = {"S": (cta.rows, config.tile_n), "P": (cta.rows, config.tile_n), "O": (cta.rows, config.head_dim)}
-        self.s, self.p, self.o = (Buffer(name, np.full(n, math.nan), Fence.WGMMA) for name, n in shapes.items())
-        self.row_maximum, self.row_grown, self.row_sum = np.zeros((3, cta.rows, 1))
+        self.optimistic = config.ones > 0
+        self.headroom = config.rescale_above - LIMIT if self.optimistic else 0
+        self.s, self.p, self.o = (
+            Buffer(name, np.full((cta.rows, columns), math.nan), Fence.WGMMA)
+            for name, columns in (("S", config.tile_n), ("P", config.tile_n), ("O", config.head_dim + config.ones))
+        )
+        self.weights = Buffer("the weights", self.s.data.copy(), Fence.WGMMA) if self.optimistic else self.s
+        self.reference, self.grown, self.row_sum = np.zeros((3, cta.rows, 1))
         self.stores: list[Flight] = []
         self.seen: defaultdict[tuple[str, object], list[int | None]] = defaultdict(list)
 
@@ -111,9 +121,9 @@ class NumpyAttend(Attend):
 
     def start(self) -> None:
         self.machine.op("start")
-        self.machine.touch(writes=[self.o])
+        self.machine.touch(reads=[self.s], writes=[self.o])
         self.o.data[:] = 0
-        self.row_maximum[:], self.row_sum[:] = FLOOR, 0
+        self.reference[:], self.row_sum[:] = np.fmax(self.needed(), FLOOR), 0
 
     def fence(self) -> None:
         self.machine.op("fence")
@@ -140,9 +150,13 @@ class NumpyAttend(Attend):
         v = self.v.read(slot)
         if (self.p.tile, self.p.work) != (v.tile, v.work):
             self.machine.fail(TileError, f"P is of tile {self.p.tile} of {self.p.work}, V of {v.work}")
+        limit = LIMIT if self.optimistic else self.config.rescale_above
+        if (self.p.data > 2.0**limit).any():
+            self.machine.fail(RangeError, f"a weight is {self.p.data.max()}, more than 2^{limit}")
 
         def effect() -> None:
-            self.o.data += self.p.data @ v.data
+            beside = np.ones((self.config.tile_n, self.config.ones))
+            self.o.data += self.p.data @ np.hstack([v.data, beside])
 
         self.mma.issue("PV", v.tile, effect, [self.p, v], self.o)
         self.seen["PV", v.work].append(v.tile)
@@ -154,39 +168,57 @@ class NumpyAttend(Attend):
     def retire(self, pending: int) -> None:
         self.mma.retire(f"retire({pending})", pending)
 
-    def row_max(self, section: Section, work: Work, tile: int) -> bool:
-        self.machine.op(f"row_max {section.value}", tile)
+    def mask(self, work: Work, tile: int) -> None:
+        self.machine.op("mask", tile)
         self.machine.touch(reads=[self.s], writes=[self.s])
         if (self.s.tile, self.s.work) != (tile, work):
             self.machine.fail(TileError, f"S is of tile {self.s.tile} of {self.s.work}")
-        if section is not Section.BODY:
-            keys = tile * self.config.tile_n + np.arange(self.config.tile_n)
-            self.s.data[keys >= self.limits(work)] = -math.inf
-        found = self.s.data.max(axis=1, keepdims=True) * self.tensors.scale_log2
-        self.row_grown[:] = np.fmax(found, self.row_maximum)
-        grew = bool((self.row_grown > self.row_maximum + self.config.rescale_above).any())
-        # To rescale is always allowed, and small inputs would seldom ask for it.
-        return grew or (self.machine.policy != "steady" and self.machine.random.random() < 0.125)
+        keys = tile * self.config.tile_n + np.arange(self.config.tile_n)
+        self.s.data[keys >= self.limits(work)] = -math.inf
+
+    def needed(self) -> np.ndarray:
+        """The references that the rows would get for the present tile."""
+        found = np.fmax.reduce(self.s.data, axis=1, keepdims=True)  # NaN is no maximum, as in PTX
+        return found * self.tensors.scale_log2 + self.headroom
+
+    def row_max(self) -> bool:
+        self.machine.op("row_max", self.s.tile)
+        self.machine.touch(reads=[self.s])
+        self.grown[:] = np.fmax(self.needed(), self.reference)
+        return self.perhaps((self.grown > self.reference + self.config.rescale_above).any())
+
+    def perhaps(self, rescales: np.bool_) -> bool:
+        """To rescale is always allowed, and small inputs would seldom ask for it."""
+        return bool(rescales) or (self.machine.policy != "steady" and self.machine.random.random() < 0.125)
 
     def rescale(self) -> None:
         self.machine.op("rescale")
         self.machine.touch(reads=[self.o], writes=[self.o])
-        shrink = np.exp2(self.row_maximum - self.row_grown)
-        self.row_maximum[:] = self.row_grown
+        shrink = np.exp2(self.reference - self.grown)
+        self.reference[:] = self.grown
         self.row_sum[:] *= shrink
         self.o.data *= shrink
 
-    def exponents(self) -> None:
-        self.machine.op("exponents", self.s.tile)
-        self.machine.touch(reads=[self.s], writes=[self.s])
-        self.s.data[:] = np.exp2(self.s.data * self.tensors.scale_log2 - self.row_maximum)
-        self.row_sum[:] += self.s.data.sum(axis=1, keepdims=True)
+    def exponents(self, tile: int) -> None:
+        self.machine.op("exponents", tile)
+        self.machine.touch(reads=[self.s], writes=[self.weights])
+        if self.s.tile != tile:
+            self.machine.fail(TileError, f"S is of tile {self.s.tile}")
+        self.weights.data[:] = np.exp2(self.s.data * self.tensors.scale_log2 - self.reference)
+        self.weights.tile, self.weights.work = self.s.tile, self.s.work
+        if not self.optimistic:
+            self.row_sum[:] += self.weights.data.sum(axis=1, keepdims=True)
 
     def pack_p(self) -> None:
-        self.machine.op("pack_p", self.s.tile)
-        self.machine.touch(reads=[self.s], writes=[self.p])
-        self.p.data[:] = self.s.data
-        self.p.tile, self.p.work = self.s.tile, self.s.work
+        self.machine.op("pack_p", self.weights.tile)
+        self.machine.touch(reads=[self.weights], writes=[self.p])
+        self.p.data[:] = self.weights.data
+        self.p.tile, self.p.work = self.weights.tile, self.weights.work
+
+    def outgrown(self) -> bool:
+        self.machine.op("outgrown", self.p.tile)
+        self.machine.touch(reads=[self.p])
+        return self.perhaps((self.p.data >= 2.0**LIMIT).any())
 
     def normalise(self, work: Work) -> None:
         self.machine.op("normalise")
@@ -197,8 +229,12 @@ class NumpyAttend(Attend):
             if sorted(tile for tile in tiles if tile is not None) != list(range(total)):
                 self.machine.fail(TileError, f"{mma} visited the tiles {tiles}, not each of 0 to {total - 1} once")
         blind = self.limits(work) <= 0
-        self.o.data[:] = np.where(blind, 0, self.o.data / self.row_sum)
-        lse = np.where(blind, -math.inf, (self.row_maximum + np.log2(self.row_sum)) * math.log(2))
+        row_sum = self.o.data[:, -1:].copy() if self.optimistic else self.row_sum
+        least = 2.0**-self.headroom * (1 - 1e-9)
+        if (row_sum < least)[~blind].any():
+            self.machine.fail(RangeError, f"the weights of a row add up to {row_sum[~blind].min()}, less than {least}")
+        self.o.data[:] = np.where(blind, 0, self.o.data / row_sum)
+        lse = np.where(blind, -math.inf, (self.reference + np.log2(row_sum)) * math.log(2))
         self.tensors.write("lse", work, self.queries(work), lse[:, 0])
 
     def staged(self, slot: Slot) -> Buffer:
@@ -209,7 +245,7 @@ class NumpyAttend(Attend):
         self.machine.op("stage_o")
         staged = self.staged(slot)
         self.machine.touch(reads=[self.o], writes=[staged])
-        staged.data[:] = self.o.data
+        staged.data[:] = self.o.data[:, : self.config.head_dim]
 
     def publish_o(self) -> None:
         self.machine.op("publish_o")

@@ -8,11 +8,16 @@ before anything is compiled.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from schedules.domain import DOMAINS
 
 WARPGROUP = 128  # threads
+ONES = 8  # the smallest step of a wgmma's N
+MOST_RESCALED_ABOVE = 64.0  # log2: half the range of bfloat16's exponents
 ROWS_PER_WARPGROUP = 64  # M of one wgmma
+SWIZZLE_BYTES = (128, 64, 32)  # of the rows of a block in shared memory
+ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,44 @@ CHIPS = {
 
 
 @dataclass(frozen=True)
+class ValueSlots:
+    """The slots of V in shared memory, in bytes from the first one's start.
+
+    A slot is made of blocks, one behind the other: every key, and as many columns as a swizzle is wide. An MMA finds
+    the next block of columns at a constant distance (PTX: leading dimension byte offset). With `ones` there is a block
+    of ones at that distance from the last one: behind it in every slot, or, where a slot has one block only, once for
+    all slots, at a distance that differs from slot to slot.
+    """
+
+    block: int
+    blocks: int  # of V, a slot
+    stages: int
+    ones: bool
+
+    @property
+    def shared(self) -> bool:
+        """There is one block of ones for all slots."""
+        return self.ones and self.blocks == 1
+
+    @property
+    def slot(self) -> int:
+        return self.block * (self.blocks + (self.ones and not self.shared))
+
+    @property
+    def bytes(self) -> int:
+        return self.slot * self.stages + self.shared * self.block
+
+    def leading(self, stage: int) -> int:
+        """From a block of columns of a slot to the next."""
+        return self.slot * (self.stages - stage) if self.shared else self.block
+
+    def ones_at(self) -> list[int]:
+        """Where blocks of ones begin."""
+        ends = [self.bytes] if self.shared else [self.slot * (stage + 1) for stage in range(self.stages)]
+        return [end - self.block for end in ends] if self.ones else []
+
+
+@dataclass(frozen=True)
 class BlockConfig:
     """How one cubin computes: part of the cache key.
 
@@ -44,8 +87,13 @@ class BlockConfig:
     consumers: int  # warpgroups that attend
     producer_registers: int  # setmaxnreg, per thread
     consumer_registers: int
-    # O and the row sum are rescaled only when a row maximum grows by more (log2). Emulated over Gaussian inputs, the
-    # largest error grows by up to 1.5, 1.9 and 2.1 times with 2, 4 and 8; 8 is 1% faster than 2 (H200, D 128, dense).
+    # Columns of ones beside V's: the PV MMA then makes the row sums, of P as it was rounded. Without, they are added up
+    # in float32 before P is rounded.
+    ones: int = 0
+    # O and the row sum are rescaled only when a row maximum grows by more (log2). With ones the error does not depend
+    # on it as long as the dtype has exponents for the weights: a kernel of float16 takes at most 16. Without, the
+    # weight of the largest score is rounded in O and not in the sum: emulated over Gaussian inputs, the largest error
+    # grows by up to 1.5, 1.9 and 2.1 times with 2, 4 and 8.
     rescale_above: float = 2.0
 
     @property
@@ -57,10 +105,20 @@ class BlockConfig:
     def threads(self) -> int:
         return (self.consumers + 1) * WARPGROUP
 
-    def smem_bytes(self, element_bytes: int = 2) -> int:
+    def serves(self, lse: bool) -> bool:
+        """Whether calls that want LSEs, or others, can have it."""
+        return not (lse and self.ones)
+
+    @property
+    def value_slots(self) -> ValueSlots:
+        row = self.head_dim * ELEMENT_BYTES
+        width = next(width for width in SWIZZLE_BYTES if row % width == 0)
+        return ValueSlots(self.tile_n * width, row // width, self.stages, self.ones > 0)
+
+    def smem_bytes(self) -> int:
         """Shared memory of one CTA: the three rings (O is staged in Q's), their barriers and the work tiles posted."""
-        q = self.q_stages * self.tile_m * self.head_dim * element_bytes
-        kv = 2 * self.stages * self.tile_n * self.head_dim * element_bytes
+        q = self.q_stages * self.tile_m * self.head_dim * ELEMENT_BYTES
+        kv = self.stages * self.tile_n * self.head_dim * ELEMENT_BYTES + self.value_slots.bytes
         barriers = 8 * 2 * (self.q_stages + 2 * self.stages) + 16 * self.q_stages
         return q + kv + 1024 * -(-barriers // 1024)  # tiles are aligned to the 1024 bytes of a swizzle atom
 
@@ -74,8 +132,13 @@ class BlockConfig:
             return f"{self.consumers} consumer warpgroups: 1 to 3 fit beside the producer"
         if min(self.stages, self.q_stages) < 1:
             return f"{self.stages} stages of K and V and {self.q_stages} of Q: each ring needs 1"
-        if not 0 <= self.rescale_above <= 8:  # also refuses NaN
-            return f"rescale_above {self.rescale_above}: 0 to 8, past which the error grows to more than 2.1 times"
+        most = MOST_RESCALED_ABOVE if self.ones else 8
+        if not 1 <= self.rescale_above <= most:  # also refuses NaN
+            return f"rescale_above {self.rescale_above}: 1 to {most} with {self.ones} columns of ones"
+        if self.ones not in (0, ONES):
+            return f"ones {self.ones}: 0, or {ONES} columns"
+        if self.head_dim + self.ones > 256:
+            return f"head_dim {self.head_dim} and {self.ones} columns of ones are more than 256, the N of the PV wgmma"
         if (need := self.smem_bytes()) > chip.smem_bytes:
             return f"{need} bytes of shared memory, {chip.name} has {chip.smem_bytes}"
         for registers in (self.producer_registers, self.consumer_registers):
@@ -86,7 +149,7 @@ class BlockConfig:
         wanted = self.producer_registers + self.consumers * self.consumer_registers
         if wanted > launched:
             return f"setmaxnreg wants {wanted} registers over the warpgroups, the CTA is launched with {launched}"
-        accumulators = (self.tile_n + self.head_dim) // 2 + self.tile_n // 4  # S and O in float32, P in 16 bits
+        accumulators = (self.tile_n + self.head_dim + self.ones) // 2 + self.tile_n // 4  # S and O, and P in 16 bits
         if accumulators + 24 > self.consumer_registers:
             return f"S, P and O need {accumulators} registers, {self.consumer_registers} leave too few for the rest"
         return None
@@ -94,9 +157,9 @@ class BlockConfig:
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds on an H200 in bfloat16, fitted by hand to rates of the suite `dense` (head dim 64: S = 256 to 16k,
-    256: S = 256 to 1k). Of use beside those of other rows of the same head dim only: their ratios decide which row a
-    problem gets."""
+    """Microseconds on an H200 in bfloat16, fitted by hand to rates of the suites `dense` and `tail` (head dim 64: S =
+    256 to 16k, 128: 256 to 4097, 256: 256 to 1k). Of use beside those of other rows of the same head dim only: their
+    ratios decide which row a problem gets."""
 
     tile: float  # that a KV tile takes a CTA
     start: float  # that a work tile takes besides
@@ -114,14 +177,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Extent:
-    """The run-time sizes that decide between the rows of a head dim. ValueError for an unknown mask and for a size
-    that is not positive."""
+    """What of a call decides between the rows of a head dim. ValueError for an unknown mask and for a size that is not
+    positive."""
 
     mask: str
     seqlen_q: int
     seqlen_k: int
     heads: int  # of the queries, over all batch entries
     multiprocessors: int
+    lse: bool = False  # LSEs are wanted: of row sums in float32, so without ones
 
     def __post_init__(self) -> None:
         if self.mask not in DOMAINS:
@@ -131,30 +195,60 @@ class Extent:
                 raise ValueError(f"{name} is {getattr(self, name)}; a positive number is needed")
 
 
+_ONES: dict[str, Any] = {"ones": ONES, "rescale_above": MOST_RESCALED_ABOVE}
 _TWO = {"consumers": 2, "producer_registers": 24, "consumer_registers": 240}
 _WIDE = {"consumers": 2, "producer_registers": 40, "consumer_registers": 232}
 _THREE = {"consumers": 3, "producer_registers": 32, "consumer_registers": 160}
 
-# The rows of one head dim stand together, the one for long sequences first.
+# The rows of one head dim stand together: first those with ones, then those for calls that want LSEs, and of either the
+# one for long sequences first.
 SM90 = (
     Choice(
+        BlockConfig(head_dim=64, tile_n=128, stages=4, q_stages=2, **_ONES, **_THREE),
+        "O is small, so three warpgroups of 160 registers fit and each K and V tile is read for 192 queries; with two "
+        "warpgroups tile_n 176 and 192 were 0.87 and 0.86 times as fast",
+        Cost(tile=1.3, start=1.4),
+    ),
+    Choice(
+        BlockConfig(head_dim=64, tile_n=128, stages=4, q_stages=2, **_ONES, **_TWO),
+        "256 queries are two tiles of 128, and one and a third of 192; under a causal mask the narrower diagonal saves "
+        "more: causal S = 1024 1.16 times as fast as with 192 queries, dense 0.97, 16k 0.85",
+        Cost(tile=1.0, start=1.17),
+    ),
+    Choice(
         BlockConfig(head_dim=64, tile_n=128, stages=4, q_stages=2, **_THREE),
-        "O is small, so three warpgroups of 160 registers fit and each K and V tile is read for 192 queries",
+        "the same without ones",
         Cost(tile=1.5, start=1.1),
     ),
     Choice(
         BlockConfig(head_dim=64, tile_n=128, stages=4, q_stages=2, **_TWO),
-        "256 queries are two tiles of 128, and one and a third of 192; under a causal mask the narrower diagonal saves "
-        "more: S = 256 1.28 (causal 1.39) times as fast as with 192 queries, S = 1024 0.96 (1.13), 16k 0.81",
+        "the same without ones: S = 256 1.28 (causal 1.39) times as fast as with 192 queries, S = 1024 0.96 (1.13), "
+        "16k 0.81",
         Cost(tile=1.2, start=0.7),
     ),
     Choice(
-        BlockConfig(head_dim=96, tile_n=128, stages=3, q_stages=2, **_TWO),
-        "S, P and O need 144 registers: too many for three warpgroups of 160",
+        BlockConfig(head_dim=96, tile_n=128, stages=3, q_stages=2, **_ONES, **_TWO),
+        "S, P and O need 148 registers: too many for three warpgroups of 160",
+    ),
+    Choice(BlockConfig(head_dim=96, tile_n=128, stages=3, q_stages=2, **_TWO), "the same without ones"),
+    Choice(
+        BlockConfig(head_dim=128, tile_n=128, stages=2, q_stages=2, **_ONES, **_TWO),
+        "the widest tile_n that fits beside two Q slots and the ones",
+        Cost(tile=1.32, start=2.3),
+    ),
+    Choice(
+        BlockConfig(head_dim=128, tile_n=112, stages=2, q_stages=2, **_ONES, **_TWO),
+        "513 to 560 keys are five tiles of either width: 1.09 times as fast, 592 (five against six) 0.96",
+        Cost(tile=1.18, start=2.1),
     ),
     Choice(
         BlockConfig(head_dim=128, tile_n=128, stages=2, q_stages=2, **_TWO),
-        "on an H200 tile_n 144, 160 and 176, and three warpgroups, were no faster",
+        "without ones tile_n 144, 160 and 176, and three warpgroups, were no faster",
+    ),
+    Choice(
+        BlockConfig(head_dim=192, tile_n=64, stages=2, q_stages=2, **_ONES, **_WIDE),
+        "the widest tile_n whose two stages fit beside two Q slots and the ones: 1.05 (causal 1.03) times as fast as "
+        "tile_n 80 without ones",
     ),
     Choice(
         BlockConfig(head_dim=192, tile_n=80, stages=2, q_stages=2, **_WIDE),
@@ -163,7 +257,7 @@ SM90 = (
     Choice(
         BlockConfig(head_dim=256, tile_n=80, stages=2, q_stages=1, **_WIDE),
         "the widest tile_n whose two stages fit beside one Q slot; tile_n 64 was 3% slower on an H200; the producer "
-        "spills with 24 registers",
+        "spills with 24 registers. Columns of ones do not fit into one wgmma",
         Cost(tile=1.67, start=5.65),
     ),
     Choice(
@@ -191,10 +285,16 @@ def rows(head_dim: int, arch: str) -> tuple[Choice, ...]:
     return tuple(row for row in found if row.config.head_dim == found[0].config.head_dim)
 
 
+def rivals(head_dim: int, arch: str, lse: bool) -> tuple[Choice, ...]:
+    """Those of them for calls that want LSEs, or for others: with ones, where the head dim has rows with ones."""
+    found = rows(head_dim, arch)
+    return tuple(row for row in found if (row.config.ones == 0) == lse) or found
+
+
 def choose(head_dim: int, arch: str, extent: Extent | None = None) -> BlockConfig:
     """The block config for `head_dim` on `arch`: the one predicted to be fastest, or without sizes the one for long
-    sequences. LookupError if there is none."""
-    candidates = rows(head_dim, arch)
+    sequences and no LSE. LookupError if there is none."""
+    candidates = rivals(head_dim, arch, lse=extent is not None and extent.lse)
     if extent is None or len(candidates) == 1:
         return candidates[0].config
     return min(candidates, key=lambda row: predicted_us(row, extent)).config

@@ -42,12 +42,13 @@ def head_group(causal: bool, seqlen_k: int, kv_bytes_per_key: int, l2_bytes: int
     """How many heads run side by side.
 
     Dense tiles weigh the same: one head at a time, its K and V stay in L2 (two at a time: 10% slower at 1k tokens on an
-    H200). Causal tiles do not, and a small group leaves the light tiles of every group for its end (4 heads: 5% slower
-    than 16 at 4k tokens); but the K and V of a group should fit into two thirds of L2 (head dim 128, 2k tokens: 32
-    heads 5% faster than 64). A power of two, which divides most counts of heads: the last group is then as large as the
-    others (head dim 256, 1k tokens: 32 heads 6% faster than 25).
+    H200). Under a causal mask a group ends with its light tiles, and the K and V of a group should fit into two thirds
+    of L2: twice as many heads as that were 3% slower at 4k tokens with head dim 128, 3% at 2k and 5% at 1k with head
+    dim 256, and half as many no faster. Where fewer than four fit, any number was as fast (2 to 16 heads at 16k
+    tokens). A power of two, which divides most counts of heads: the last group is then as large as the others (head dim
+    256, 1k tokens: 32 heads 6% faster than 25).
     """
     if not causal:
         return 1
     fitting = 2 * l2_bytes // (3 * max(1, seqlen_k * kv_bytes_per_key))
-    return min(64, max(16, 1 << (fitting.bit_length() - 1) if fitting else 0))
+    return min(64, max(4, 1 << (fitting.bit_length() - 1) if fitting else 0))

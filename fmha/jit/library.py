@@ -36,7 +36,7 @@ def pick(problem: Problem, arch: str, extent: Extent | None = None) -> Pick:
 
     Without sizes it is the table's for long sequences. LookupError if the table holds no such head dim.
     """
-    if extent is not None and (entry := tuned.find(problem, arch, extent)) is not None:
+    if extent is not None and (entry := tuned.find(problem, arch, extent)) and entry.config.serves(extent.lse):
         return Pick(entry.config, f"tuned: {tuned.file().path}")
     config = choose(problem.head_dim, arch, extent)
     return Pick(config, next(row.reason for row in rows(problem.head_dim, arch) if row.config == config))
@@ -69,8 +69,9 @@ def object_file(problem: Problem, config: BlockConfig, arch: str) -> bytes:
 def warmup(problems: Problem | Iterable[Problem], arch: str | None = None) -> None:
     """Makes kernels ready, so that no later call waits for a compile and CUDA graphs can capture them.
 
-    problems  those to make ready, each with the kernels for long and for short sequences, where these differ, and with
-              those tuned on this machine; a kernel takes seconds to compile the first time and milliseconds from disk
+    problems  those to make ready, each with the kernels for long and for short sequences and for calls that want LSEs,
+              where these differ, and with those tuned on this machine; a kernel takes seconds to compile the first time
+              and milliseconds from disk
     arch      "sm_90a"; by default that of the current CUDA device, on which each kernel is then launched once, for one
               query, to have the driver load it. Another architecture fills the disk cache for it.
 

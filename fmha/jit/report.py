@@ -11,10 +11,10 @@ from rich.table import Table
 
 from fmha.jit import compile, library, sass
 from fmha.problem import Variant
-from schedules.tiling import WARPGROUP, BlockConfig, choose
+from schedules.tiling import WARPGROUP, BlockConfig, choose, rivals
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
-WIDE = 130  # characters, from which a table has every column
+WIDE = 140  # characters, from which a table has every column
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Report:
     body: int  # instructions
     body_per_score: float | None  # body / scores of a KV tile that one thread holds; None likewise
     body_kinds: Mapping[str, int]  # instructions by kind, as in `sass.KINDS`
-    body_waits: tuple[tuple[int, int, int], ...]  # of each MMA wait: groups left, shuffles and exponentials before it
+    body_waits: tuple[tuple[int, int, int], ...]  # of each MMA wait: groups left, maxima and exponentials before it
     masked: tuple[int, ...]  # instructions a masked KV tile, where those have a loop
-    early_retire: bool  # a softmax loop waits for every MMA before its row maximum
+    early_retire: bool  # a softmax loop waits for every MMA before its softmax begins
 
     @property
     def spills(self) -> int:
@@ -60,7 +60,7 @@ def of_cubin(cubin: bytes | Path, config: BlockConfig | None = None, function: s
         body=body.common,
         body_per_score=round(body.common / scores, 2) if scores else None,
         body_kinds={kind: n for kind, n in body.kinds.items() if n},
-        body_waits=tuple((wait.pending, wait.shuffles, wait.ex2) for wait in body.waits),
+        body_waits=tuple((wait.pending, wait.maxima, wait.ex2) for wait in body.waits),
         masked=tuple(loop.common for loop in found.masked),
         early_retire=any(loop.early_retire for loop in found.softmax_loops),
     )
@@ -72,11 +72,15 @@ def of_variant(variant: Variant, arch: str) -> Report:
 
 
 def name(variant: Variant, arch: str) -> str:
-    """A variant's name for people and files: arch, tile's head dim, mask and dtype; behind it the tile, of queries by
-    keys, unless it is that for long sequences."""
+    """A variant's name for people and files: arch, tile's head dim, mask and dtype; "lse" if calls that want none get
+    another; behind it the tile, of queries by keys, unless it is that for long sequences."""
     problem, config = variant
     base = f"{arch}-d{config.head_dim}-{problem.mask}-{SHORT[problem.dtype]}"
-    return base if config == choose(config.head_dim, arch) else f"{base}-{config.tile_m}x{config.tile_n}"
+    exact = config.ones == 0
+    if exact and choose(config.head_dim, arch).ones:
+        base += "-lse"
+    long = rivals(config.head_dim, arch, exact)[0].config
+    return base if config == long else f"{base}-{config.tile_m}x{config.tile_n}"
 
 
 def table(reports: Mapping[str, Report], width: int, before: Mapping[str, Report] | None = None) -> Table:
@@ -86,7 +90,7 @@ def table(reports: Mapping[str, Report], width: int, before: Mapping[str, Report
     shown = plain_table("Resources, from machine code", ["variant"], columns)
     shown.caption = "registers: of producer/consumer threads; loop, masked: instructions a KV tile"
     if width >= WIDE:
-        shown.caption += "; waits: groups left, after how many shuffles and exponentials"
+        shown.caption += "; waits: groups left, after how many instructions for the maximum and exponentials"
     for key, row in reports.items():
         cells = _cells(row, (before or {}).get(key, row))
         shown.add_row(key, *(cells[column] for column in columns))
@@ -118,7 +122,7 @@ def _cells(row: Report, old: Report) -> dict[str, str]:
         "masked": " ".join(_change(new, was) for new, was in masked),
         "kernel": _change(row.instructions, old.instructions),
         "moves": _change(kinds.get("move", 0), were.get("move", 0)),
-        "MMA waits": " ".join(f"{left}@{shuffles}+{ex2}" for left, shuffles, ex2 in row.body_waits),
+        "MMA waits": " ".join(f"{left}@{maxima}+{ex2}" for left, maxima, ex2 in row.body_waits),
     }
 
 

@@ -32,7 +32,7 @@ KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("ex2", r"MUFU\.EX2"),
         ("move", r"U?MOV\b|IMAD\.MOV|[IU]\w*MAD\.\w+ \w+,RZ,RZ|HFMA2\S* \w+,-RZ,RZ|R2UR|CS2R"),
         ("fma", r"(FFMA|FADD|FMUL)2?\b"),
-        ("max", r"FMNMX"),
+        ("max", r"FMNMX|VIMNMX"),
         ("convert", r"F2F|F2I|I2F"),
         ("compare", r"U?[FI]SETP"),
         ("select", r"FSEL"),  # of a float: a mask. An integer SEL advances a ring slot
@@ -53,7 +53,7 @@ class Wait:
     """A wait for the MMAs of a warpgroup (`WARPGROUP.DEPBAR`), and how far the softmax has come by then."""
 
     pending: int  # groups that may still be in flight after it
-    shuffles: int  # shuffles of the loop's common path before it: 0 is before the row maximum is known
+    maxima: int  # instructions for the row maximum on the loop's common path before it
     ex2: int  # exponentials before it
 
 
@@ -76,8 +76,8 @@ class Loop:
 
     @property
     def early_retire(self) -> bool:
-        """It waits for every MMA before the row maximum is known, so that softmax and MMA do not overlap."""
-        return any(wait.pending == 0 and wait.shuffles == 0 for wait in self.waits)
+        """It waits for every MMA before the softmax has begun, so that the two do not overlap."""
+        return any(wait.pending == wait.maxima == wait.ex2 == 0 for wait in self.waits)
 
 
 @dataclass(frozen=True)
@@ -353,10 +353,10 @@ def _kinds(code: Iterable[Instruction]) -> dict[str, int]:
 
 
 def _waits(path: Iterable[Instruction]) -> tuple[Wait, ...]:
-    waits, shuffles, ex2 = [], 0, 0
+    waits, maxima, ex2 = [], 0, 0
     for instruction in path:
-        shuffles += instruction.opcode.startswith("SHFL")
+        maxima += instruction.kind == "max"
         ex2 += instruction.kind == "ex2"
         if instruction.opcode.startswith("WARPGROUP.DEPBAR"):
-            waits.append(Wait(pending=instruction.immediate(), shuffles=shuffles, ex2=ex2))
+            waits.append(Wait(pending=instruction.immediate(), maxima=maxima, ex2=ex2))
     return tuple(waits)

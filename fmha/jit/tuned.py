@@ -216,8 +216,8 @@ def _typed(kind: type[T], values: Any, what: str) -> T:
         annotation = str(known[name].type)
         if type(value) not in TYPES[annotation]:  # True is an int to isinstance
             raise ValueError(f"its {what} has {name} = {value!r}; {annotation} is needed")
-        if annotation == "int" and value < 1:
-            raise ValueError(f"its {what} has {name} = {value}; positive numbers are needed")
+        if annotation == "int" and value < (least := 0 if known[name].default == 0 else 1):
+            raise ValueError(f"its {what} has {name} = {value}; {least} or more is needed")
     return kind(**{name: float(value) if known[name].type == "float" else value for name, value in values.items()})
 
 

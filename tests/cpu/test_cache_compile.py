@@ -156,10 +156,11 @@ def test_inspect_reads_what_the_kernel_costs(cache):
     assert found.smem_bytes == CONFIG.smem_bytes()
     assert (found.resources.local_loads, found.resources.local_stores, found.resources.stack_bytes) == (0, 0, 0)
     assert found.resources.loops
-    long, short = rows(PROBLEM.head_dim, ARCH)
+    long, short, *_, exact = rows(PROBLEM.head_dim, ARCH)
     assert found.reason == long.reason
-    found = fmha.inspect(PROBLEM, ARCH, extent=Extent(PROBLEM.mask, 128, 128, 1, 132))
-    assert (found.config, found.reason) == (short.config, short.reason)
+    for lse, row in ((False, short), (True, exact)):
+        found = fmha.inspect(PROBLEM, ARCH, extent=Extent(PROBLEM.mask, 128, 128, 1, 132, lse))
+        assert (found.config, found.reason) == (row.config, row.reason)
 
 
 def test_warmup_fills_memory_and_refuses_before_it_compiles(cache, monkeypatch):

@@ -6,22 +6,29 @@ import math
 import random
 from dataclasses import replace
 
+import cutlass
 import pytest
 import torch
 
 from fmha import reference
+from fmha.kernels.sm90 import softmax
 from schedules.forward import FLOOR
-from schedules.tiling import choose
+from schedules.tiling import rivals
 from tests.cases import CASES, GROWING, SHARP, Case, inputs
 from tests.checks import Output, check, half_ulp, poison, same_bits
 
 TILE_N = 128
-RESCALE_ABOVE = choose(128, "sm_90a").rescale_above  # log2
+ELEMENT = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
+RESCALE_ABOVE = rivals(128, "sm_90a", lse=True)[0].config.rescale_above  # log2
 
 
 def flash(q, k, v, *, causal=False, scale=None, out=None, return_lse=False, visible=None):
     """A kernel's arithmetic on the CPU: float32 accumulators, P rounded to 16 bits, base 2, right to left in tiles,
-    rescaled only where a row maximum grew by more than a threshold."""
+    rescaled only where a row maximum grew by more than a threshold. Without an LSE the row sums are of the rounded P,
+    and the threshold is as wide as the dtype allows."""
+    optimistic = not return_lse
+    threshold = softmax.RESCALE_ABOVE[ELEMENT[q.dtype]] if optimistic else RESCALE_ABOVE
+    headroom = threshold - softmax.LIMIT[ELEMENT[q.dtype]] if optimistic else 0.0
     scale = (q.shape[3] ** -0.5 if scale is None else scale) * math.log2(math.e)
     group = q.shape[2] // k.shape[2]
     queries = q.float().transpose(1, 2)
@@ -32,12 +39,13 @@ def flash(q, k, v, *, causal=False, scale=None, out=None, return_lse=False, visi
     for start in reversed(range(0, k.shape[1], TILE_N)):
         tile = slice(start, min(start + TILE_N, k.shape[1]))
         scores = (queries @ keys[:, :, tile].mT).masked_fill(~seen[:, tile], -math.inf)
-        found = torch.maximum(scores.amax(-1, keepdim=True) * scale, maximum)
-        grown = torch.where(found > maximum + RESCALE_ABOVE, found, maximum)
+        found = torch.maximum(scores.amax(-1, keepdim=True) * scale + headroom, maximum)
+        grown = torch.where(found > maximum + threshold, found, maximum)
         shrink = torch.exp2(maximum - grown)
         p = torch.exp2(scores * scale - grown)
-        total, acc, maximum = total * shrink + p.sum(-1, keepdim=True), acc * shrink, grown
-        acc = acc + p.to(q.dtype).float() @ values[:, :, tile]
+        rounded = p.to(q.dtype).float()
+        added = (rounded if optimistic else p).sum(-1, keepdim=True)
+        total, acc, maximum = total * shrink + added, acc * shrink + rounded @ values[:, :, tile], grown
     blind = ~seen.any(-1)
     result = (acc / total).masked_fill(blind[:, None], 0.0).transpose(1, 2).to(q.dtype)
     lse = ((maximum + total.log2()) * math.log(2.0)).masked_fill(blind[:, None], -math.inf).squeeze(-1)

@@ -118,7 +118,10 @@ def test_compile_writes_cubins_and_a_manifest(tmp_path: Path, capsys: pytest.Cap
     says(capsys, "compile", "--out", str(out), "--head-dim", "64", "--dtype", "bfloat16")
     manifest = json.loads((out / "manifest.json").read_text())
     assert [entry["name"] for entry in manifest] == [
-        f"sm_90a-d64-{mask}-bf16{tile}" for tile in ("", "-128x128") for mask in ("dense", "causal")
+        f"sm_90a-d64-{mask}-bf16{lse}{tile}"
+        for lse in ("", "-lse")
+        for tile in ("", "-128x128")
+        for mask in ("dense", "causal")
     ]
     assert sorted(path.name for path in out.iterdir()) == sorted(
         ["manifest.json", *(entry["cubin"] for entry in manifest)]
@@ -133,9 +136,10 @@ def test_compile_writes_cubins_and_a_manifest(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_inspect_prints_what_the_machine_code_says(capsys: pytest.CaptureFixture[str]) -> None:
-    row, short = json.loads(says(capsys, "inspect", "--json", *ONE)[0])
+    row, short, *exact = json.loads(says(capsys, "inspect", "--json", *ONE)[0])
     found = sass.read(compile.cubin(library.object_file(Problem("bfloat16", 64, "dense"), choose(64, ARCH), ARCH)))
     assert short["name"] == f"{NAME}-128x128"
+    assert [each["name"] for each in exact] == [f"{NAME}-lse", f"{NAME}-lse-128x128"]
     assert (row["name"], row["arch"]) == (NAME, ARCH)
     assert (row["stack_bytes"], row["spills"]) == (found.stack_bytes, found.spills) == (0, 0)
     assert (row["registers"], row["instructions"]) == (found.registers, found.instructions)

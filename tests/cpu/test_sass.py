@@ -52,7 +52,7 @@ def test_a_detour_in_line_is_not_on_the_common_path() -> None:
     (loop,) = loops(body() + "EXIT")
     assert (loop.instructions, loop.common) == (12, 10)
     assert (loop.kinds["fma"], loop.all_kinds["fma"]) == (0, 1)
-    assert loop.waits == (Wait(pending=1, shuffles=0, ex2=0), Wait(pending=0, shuffles=1, ex2=1))
+    assert loop.waits == (Wait(pending=1, maxima=0, ex2=0), Wait(pending=0, maxima=1, ex2=1))
     assert loop.softmax and not loop.early_retire
 
 

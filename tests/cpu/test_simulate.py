@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import simulate
-from schedules.domain import Section
 from schedules.forward import Slot
-from schedules.machine import POLICIES, CountError, Deadlock, Hazard, OrderError, TileError
+from schedules.machine import POLICIES, CountError, Deadlock, Hazard, OrderError, RangeError, TileError
 from schedules.rings import NumpyRing, NumpyTurn, NumpyWorkRing
 from schedules.simulate import NumpyAttend, NumpyLoad
-from schedules.tiling import choose
+from schedules.tiling import rivals
 from schedules.work import Work, work_of
 from tests.cpu.simulation import (
     ADVERSARIES,
@@ -40,9 +39,10 @@ from tests.cpu.simulation import (
 @pytest.mark.parametrize("q_stages", (1, 2))
 @pytest.mark.parametrize("causal", (False, True))
 def test_numbers_under_every_schedule(policy, consumers, stages, q_stages, causal):
-    config = small(consumers, stages, q_stages)
-    for seed, (seqlen_q, seqlen_k) in enumerate([(1, 1), (16 * consumers, 96), (33, 47), (70, 130)]):
-        run(Problem(seqlen_q, seqlen_k, causal, heads=2, config=config), seed, policy)
+    for ones in (0, 8):
+        config = small(consumers, stages, q_stages, ones=ones)
+        for seed, (seqlen_q, seqlen_k) in enumerate([(1, 1), (16 * consumers, 96), (33, 47), (70, 130)]):
+            run(Problem(seqlen_q, seqlen_k, causal, heads=2, config=config), seed, policy)
 
 
 @settings(max_examples=200)
@@ -55,7 +55,7 @@ def test_numbers_under_every_schedule(policy, consumers, stages, q_stages, causa
     head_dim=st.integers(1, 16),
     config=st.builds(
         small, consumers=st.integers(1, 3), stages=st.integers(1, 4), q_stages=st.integers(1, 3),
-        tile_n=st.sampled_from([16, 32, 48]),
+        tile_n=st.sampled_from([16, 32, 48]), ones=st.sampled_from([0, 8]),
     ),
     multiprocessors=st.integers(1, 5),
     policy=st.sampled_from(ADVERSARIES),
@@ -68,8 +68,10 @@ def test_numbers_of_any_shape(lengths, causal, batch, kv_heads, group, head_dim,
 
 @pytest.mark.parametrize("head_dim", (64, 80, 128, 256))
 @pytest.mark.parametrize("causal", (False, True))
-def test_numbers_with_the_block_configs_of_the_kernels(head_dim, causal):
-    run(Problem(200, 300, causal, heads=2, head_dim=head_dim, spread=2.0, config=choose(head_dim, "sm_90a")))
+@pytest.mark.parametrize("lse", (False, True))
+def test_numbers_with_the_block_configs_of_the_kernels(head_dim, causal, lse):
+    config = rivals(head_dim, "sm_90a", lse)[0].config
+    run(Problem(200, 300, causal, heads=2, head_dim=head_dim, spread=2.0, config=config))
 
 
 def test_rows_that_see_nothing_are_zero_with_an_lse_of_minus_infinity():
@@ -106,16 +108,38 @@ def rescales(problem: Problem, policy: str, seed: int = 0) -> int:
 
 
 def test_the_threshold_decides_who_rescales():
-    """Without an adversary: at every new maximum, only to leave the floor, or never; the last overflows."""
+    """Without an adversary: at every new maximum, or never. An infinite headroom leaves no weights."""
 
-    def steady(rescale_above: float) -> int:
-        config = small(consumers=1, rescale_above=rescale_above)
+    def steady(rescale_above: float, ones: int = 0) -> int:
+        config = small(consumers=1, rescale_above=rescale_above, ones=ones)
         return rescales(Problem(16, 160, spread=1.0, config=config), "steady")
 
-    assert steady(0.0) > 3
-    assert steady(8.0) == 1
-    with pytest.raises(WrongNumbers):
-        steady(math.inf)
+    assert steady(0.0) > 3 and steady(1.0, ones=8) >= 1
+    assert steady(8.0) == 0 == steady(64.0, ones=8)
+    with pytest.raises(WrongNumbers), np.errstate(invalid="ignore"):
+        steady(math.inf, ones=8)
+
+
+def test_weights_out_of_range_are_noticed():
+    """That nobody looks for scores that have outgrown their reference, or that a mask comes after the reference."""
+
+    class Trusts(NumpyAttend):
+        def outgrown(self) -> bool:
+            return False
+
+    class MasksLate(NumpyAttend):
+        def start(self) -> None:
+            super().start()
+            NumpyAttend.mask(self, self.s.work, self.s.tile)
+
+        mask = nothing  # here no tile but the first of a work tile is masked
+
+    optimist = small(consumers=1, ones=8, rescale_above=2.0)
+    with pytest.raises(RangeError, match=r"issue PV .*a weight is .*, more than 2\^1"):
+        run(Problem(16, 160, config=optimist), policy="steady", cta=broken(ATTEND=Trusts))
+    for config in (optimist, small(consumers=1)):
+        with pytest.raises(RangeError, match="the weights of a row add up to .*, less than"):
+            run(Problem(160, 160, causal=True, config=config), policy="steady", cta=broken(ATTEND=MasksLate))
 
 
 @pytest.mark.parametrize("policy", ADVERSARIES)
@@ -179,12 +203,12 @@ def without(*operations: str) -> type[simulate.Cta]:
 class ReadsScoresEarly(NumpyAttend):
     def issue_qk(self, q_slot: Slot, slot: Slot) -> None:
         super().issue_qk(q_slot, slot)
-        self.exponents()
+        self.exponents(self.k.at(slot).tile)
 
 
 class OverwritesP(NumpyAttend):
-    def exponents(self) -> None:
-        super().exponents()
+    def exponents(self, tile: int) -> None:
+        super().exponents(tile)
         self.pack_p()
 
 
@@ -224,8 +248,13 @@ class StagesBesideItsQueries(NumpyAttend):
 
 
 class NamesTheWrongTile(NumpyAttend):
-    def row_max(self, section: Section, work: Work, tile: int) -> bool:
-        return super().row_max(section, work, max(0, tile - 1))
+    def mask(self, work: Work, tile: int) -> None:
+        super().mask(work, max(0, tile - 1))
+
+
+class ExponentiatesTheWrongTile(NumpyAttend):
+    def exponents(self, tile: int) -> None:
+        super().exponents(max(0, tile - 1))
 
 
 class StoresTwice(NumpyAttend):
@@ -389,10 +418,11 @@ BROKEN = {
     ),
     "a tile too few": (visiting(-1), TileError, r"normalise, .*QK visited the tiles \[4, 3, 2, 1, 0\], not each of 0"),
     "a tile too many": (visiting(1), TileError, r"load: issue load K\[0\], tile 6, .*K has tiles 0 to 5"),
-    "S of another tile": (
-        broken(ATTEND=NamesTheWrongTile),
+    "S of another tile": (broken(ATTEND=NamesTheWrongTile), TileError, r"mask, tile 4, .*S is of tile 5"),
+    "weights of another tile": (
+        broken(ATTEND=ExponentiatesTheWrongTile),
         TileError,
-        r"row_max right, tile 4, .*S is of tile 5",
+        r"exponents, tile 4, .*S is of tile 5",
     ),
     "P of another tile": (without("pack_p"), TileError, r"issue PV V\[0\], tile 5, .*P is of tile None"),
     "an output stored twice": (

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from schedules.domain import DOMAINS
-from schedules.tiling import CHIPS, TABLES, BlockConfig, Extent, choose, predicted_us, rows
+from schedules.tiling import CHIPS, ONES, TABLES, BlockConfig, Extent, choose, predicted_us, rivals, rows
 
 ROWS = [(arch, row) for arch, table in TABLES.items() for row in table]
 BASE = BlockConfig(
@@ -57,13 +57,25 @@ def tile(head_dim: int, extent: Extent) -> tuple[int, int]:
 @pytest.mark.parametrize("arch", TABLES)
 def test_rivals_have_costs_and_all_of_them_win_somewhere(arch):
     for head_dim in sorted({row.config.head_dim for row in TABLES[arch]}):
-        rivals = rows(head_dim, arch)
-        assert all((row.cost is not None) == (len(rivals) > 1) for row in rivals)
-        lengths = [2**i for i in range(18)]
-        won = {choose(head_dim, arch, suite(head_dim, mask, s)) for mask in DOMAINS for s in lengths}
-        assert won == {row.config for row in rivals}
-        for mask in DOMAINS:
-            assert choose(head_dim, arch, suite(head_dim, mask, 147_600)) == rivals[0].config, "the one for long ones"
+        for lse in (False, True):
+            found = rivals(head_dim, arch, lse)
+            assert all((row.cost is not None) == (len(found) > 1) for row in found)
+            lengths = [2**i + more for i in range(18) for more in (0, 1)]
+            extents = [replace(suite(head_dim, mask, s), lse=lse) for mask in DOMAINS for s in lengths]
+            assert {choose(head_dim, arch, extent) for extent in extents} == {row.config for row in found}
+            for mask in DOMAINS:
+                long = replace(suite(head_dim, mask, 147_456), lse=lse)
+                assert choose(head_dim, arch, long) == found[0].config, "the one for long ones"
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_calls_that_want_lses_get_sums_in_float32_and_others_get_ones_where_they_fit(arch):
+    for head_dim in sorted({row.config.head_dim for row in TABLES[arch]}):
+        exact, others = rivals(head_dim, arch, lse=True), rivals(head_dim, arch, lse=False)
+        assert all(row.config.ones == 0 and row.config.serves(lse=True) for row in exact)
+        assert all(bool(row.config.ones) == (head_dim + ONES <= 256) for row in others)
+        assert all(row.config.serves(lse=False) for row in (*exact, *others))
+        assert {*exact, *others} == set(rows(head_dim, arch))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +87,13 @@ def test_rivals_have_costs_and_all_of_them_win_somewhere(arch):
         (64, "causal", 256, (128, 128)),
         (64, "causal", 512, (128, 128)),
         (64, "causal", 1024, (128, 128)),
-        (64, "causal", 2048, (192, 128)),
+        (64, "causal", 4096, (192, 128)),
+        (128, "dense", 512, (128, 128)),
+        (128, "dense", 513, (128, 112)),
+        (128, "dense", 528, (128, 112)),
+        (128, "dense", 592, (128, 128)),
+        (128, "dense", 4096, (128, 128)),
+        (128, "causal", 1024, (128, 128)),
         (256, "dense", 256, (128, 32)),
         (256, "dense", 512, (128, 48)),
         (256, "dense", 2048, (128, 80)),
@@ -103,9 +121,9 @@ def test_sizes_that_are_none_are_refused_by_name(name):
 
 
 def test_a_row_without_costs_predicts_nothing():
-    (row,) = rows(128, "sm_90a")
+    (row,) = rivals(96, "sm_90a", lse=False)
     with pytest.raises(ValueError, match="no measured cost"):
-        predicted_us(row, suite(128, "dense", 1024))
+        predicted_us(row, suite(96, "dense", 1024))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +133,10 @@ def test_a_row_without_costs_predicts_nothing():
         ({"tile_n": 0}, "tile_n 0 is not"),
         ({"stages": 0}, "0 stages of K and V and 2 of Q: each ring needs 1"),
         ({"q_stages": -1}, "2 stages of K and V and -1 of Q"),
-        ({"rescale_above": 8.5}, "rescale_above 8.5: 0 to 8"),
+        ({"rescale_above": 8.5, "ones": 0}, "rescale_above 8.5: 1 to 8 with 0 columns of ones"),
+        ({"rescale_above": 65.0, "ones": 8}, "rescale_above 65.0: 1 to 64.0 with 8 columns"),
+        ({"ones": 16}, "ones 16: 0, or 8 columns"),
+        ({"head_dim": 256, "tile_n": 16, "ones": 8}, "head_dim 256 and 8 columns of ones are more than 256"),
         ({"rescale_above": -1.0}, "rescale_above -1.0"),
         ({"rescale_above": float("nan")}, "rescale_above nan"),
         ({"tile_n": 272}, "tile_n 272 is not .* to 256"),
@@ -153,7 +174,24 @@ def test_setmaxnreg_asks_for_no_more_than_the_launch_gives():
 def test_shared_memory_is_three_rings_and_the_barriers():
     assert BASE.tile_m == 128 and BASE.threads == 384
     assert BASE.smem_bytes() == 2 * 128 * 128 * 2 + 2 * 2 * 128 * 128 * 2 + 1024
-    assert BASE.smem_bytes(element_bytes=1) == 2 * 128 * 128 + 2 * 2 * 128 * 128 + 1024
+    assert replace(BASE, ones=8).smem_bytes() == BASE.smem_bytes() + 2 * 128 * 64 * 2, "a block of ones a slot"
+    four = replace(BASE, head_dim=64, stages=4)
+    assert replace(four, ones=8).smem_bytes() == four.smem_bytes() + 128 * 64 * 2, "one for all"
+
+
+@pytest.mark.parametrize(("arch", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else str(x.config.head_dim))
+def test_every_slot_of_v_reaches_ones_that_overlap_nothing(arch, row):
+    slots = row.config.value_slots
+    starts = [slots.slot * stage + slots.block * i for stage in range(slots.stages) for i in range(slots.blocks)]
+    taken = {*starts, *slots.ones_at()}
+    assert len(taken) == len(starts) + len(slots.ones_at())
+    assert all(at % slots.block == 0 and at + slots.block <= slots.bytes for at in taken)
+    assert max(taken) + slots.block == slots.bytes
+    if row.config.ones:
+        reached = [slots.slot * stage + slots.leading(stage) * slots.blocks for stage in range(slots.stages)]
+        assert {*reached} == {*slots.ones_at()}
+    else:
+        assert slots.ones_at() == []
 
 
 def test_a_config_is_frozen():

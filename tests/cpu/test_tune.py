@@ -21,7 +21,7 @@ from fmha.problem import MASKS
 from perf import bench, cases, environment, resources, timing, tune
 from perf.suites import Case
 from perf.tune import Decision, Row, Target
-from schedules.tiling import CHIPS, TABLES, BlockConfig, Extent, choose, rows
+from schedules.tiling import CHIPS, TABLES, BlockConfig, Choice, Extent, choose, rivals
 
 ARCH = "sm_90a"
 DEVICE = launch.Device(ARCH, 50 << 20, 132)
@@ -33,12 +33,16 @@ def target(name: str | Case = "D128 causal S4096 B4 H16") -> Target:
     return Target.of(cases.parse(name) if isinstance(name, str) else name, DEVICE)
 
 
+def table(head_dim: int) -> tuple[Choice, ...]:
+    return rivals(head_dim, ARCH, lse=False)
+
+
 # -- candidates --------------------------------------------------------------------------------------------------------
 def test_a_target_is_the_call_that_the_library_sees() -> None:
     found = target("D72 causal S1000x2000 B3 H8x2 float16")
     assert (found.problem.dtype, found.problem.head_dim, found.problem.mask) == ("float16", 72, "causal")
     assert found.extent == Extent("causal", 1000, 2000, 24, 132)
-    assert found.table == tuple(row.config for row in rows(72, ARCH)) and found.table[0].head_dim == 96
+    assert found.table == tuple(row.config for row in table(72)) and found.table[0].head_dim == 96
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -47,12 +51,13 @@ def test_the_grid_fits_the_chip_with_rings_as_deep_as_they_go(head_dim: int) -> 
     assert len(found) == len(set(found)) > 15
     for config in found:
         assert config.check(CHIPS[ARCH]) is None and config.head_dim == head_dim
-        assert 2 <= config.stages <= 4 and config.q_stages in (1, 2) and config.rescale_above == 2.0
+        assert 2 <= config.stages <= 4 and config.q_stages in (1, 2)
+        assert (config.ones, config.rescale_above) == ((0, 2.0) if head_dim == 256 else (8, 64.0))
         deeper = replace(config, stages=config.stages + 1)
         assert config.stages == 4 or deeper.check(CHIPS[ARCH]) is not None
     shapes = {(config.consumers, config.tile_n, config.q_stages) for config in found}
     assert {consumers for consumers, _, _ in shapes} == ({1, 2} if head_dim == 256 else {1, 2, 3})
-    for row in rows(head_dim, ARCH):  # what the table has grew on this grid
+    for row in table(head_dim):  # what the table has grew on this grid
         assert (row.config.consumers, row.config.tile_n, row.config.q_stages) in shapes
 
 
@@ -67,9 +72,7 @@ def test_the_estimate_is_near_what_was_measured_of_rivals() -> None:
     """The table's costs are microseconds; those of one head dim have one unit in common."""
     for head_dim in (64, 256):
         for extent in (Extent(m, s, s, 16384 // s * 2048 // head_dim, 132) for m in MASKS for s in (256, 512, 1024)):
-            ratios = [
-                tune.predicted_us(row, extent) / tune.estimate(row.config, extent) for row in rows(head_dim, ARCH)
-            ]
+            ratios = [tune.predicted_us(row, extent) / tune.estimate(row.config, extent) for row in table(head_dim)]
             assert max(ratios) / min(ratios) < 1.12
 
 
@@ -95,7 +98,8 @@ def test_the_most_promising_come_first() -> None:
     assert short[2].consumers == 1 and sum(config.consumers == 1 for config in long) == 0
     for name in ("D128 S4096", "D128 causal S512"):
         found = target(name)
-        times = [tune.estimate(config, found.extent) for config in tune.candidates(found, found.table[0])[1:]]
+        others = tune.candidates(found, found.table[0])[len(found.table) :]
+        times = [tune.estimate(config, found.extent) for config in others]
         assert times == sorted(times)
         left = set(tune.grid(found)) - set(tune.candidates(found, found.table[0]))
         assert left and min(tune.estimate(config, found.extent) for config in left) >= times[-1]
@@ -103,7 +107,8 @@ def test_the_most_promising_come_first() -> None:
 
 def test_labels_tell_configs_apart() -> None:
     base = choose(128, ARCH)
-    assert tune.label(base) == "d128 128x128 kv2 q2 24/240"
+    assert tune.label(base) == "d128 128x128 kv2 q2 24/240 ones 8"
+    assert tune.label(replace(base, ones=0, rescale_above=2.0)) == "d128 128x128 kv2 q2 24/240"
     for name in (field.name for field in dataclasses.fields(BlockConfig)):
         assert tune.label(replace(base, **{name: getattr(base, name) + 1})) != tune.label(base), name
 
@@ -148,7 +153,7 @@ def test_kernels_are_compiled_and_read_in_processes_of_their_own() -> None:
 
 # -- ranking, and the decision -----------------------------------------------------------------------------------------
 FOUND = target()
-A, B, C = FOUND.table[0], replace(FOUND.table[0], tile_n=96), replace(FOUND.table[0], tile_n=112)
+A, B, C = FOUND.table[0], replace(FOUND.table[0], tile_n=96), replace(FOUND.table[0], tile_n=80)
 
 
 def test_the_fastest_comes_first_with_its_rate_and_its_ratio_to_the_present_one() -> None:
@@ -263,7 +268,7 @@ def test_a_faster_config_is_written_and_used_and_then_beaten_by_none(card: Card,
     out = tmp_path / "deep" / "rows.json"
     assert tune.main([*ARGUMENTS, "--write", "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert f"gets {tune.label(card.present)} at present ({rows(16, ARCH)[1].reason})" in text
+    assert f"gets {tune.label(card.present)} at present ({table(16)[1].reason})" in text
     assert "6 candidates" in text and "1 dropped" in text and "spills: 1 local loads" in text
     assert f"{tune.label(best)} is 1.250 times as fast as the present {tune.label(card.present)}" in text
     assert f"Written to {tuned.path()}" in text
@@ -299,9 +304,9 @@ def test_the_table_prints_every_config_with_its_marks(card: Card, capsys) -> Non
     assert tune.main(ARGUMENTS) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     shown = [line for line in lines if line[:1] == ["d64"] and "to" in line]
-    assert len(shown) == 6 and shown[0][:5] == tune.label(best).split() and "2.000" in shown[0]
+    assert len(shown) == 6 and shown[0][:7] == tune.label(best).split() and "2.000" in shown[0]
     (present,) = [line for line in shown if line[-2:] == ["present", "table"]]
-    assert present[:5] == tune.label(card.present).split() and "1.000" in present
+    assert present[:7] == tune.label(card.present).split() and "1.000" in present
     assert sum(line[-1] == "table" for line in shown) == 2
     assert not tuned.path().exists()  # --write was not given
 

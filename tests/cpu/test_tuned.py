@@ -69,9 +69,9 @@ def test_the_tests_run_without_the_users_file():
 
 def test_without_a_file_the_table_decides_and_nothing_is_said(path, caught):
     for row in rows(64, ARCH):
-        extent = next(
-            e for s in (256, 16384) if choose(64, ARCH, e := replace(EXTENT, seqlen_k=s, seqlen_q=s)) == row.config
-        )
+        lse = row.config.ones == 0
+        sizes = (replace(EXTENT, seqlen_k=s, seqlen_q=s, lse=lse) for s in (256, 16384))
+        extent = next(extent for extent in sizes if choose(64, ARCH, extent) == row.config)
         assert picked(extent=extent) == (row.config, row.reason)
     assert picked(extent=None) == (rows(64, ARCH)[0].config, rows(64, ARCH)[0].reason)
     assert not caught and not path.parent.exists()
@@ -83,6 +83,16 @@ def test_an_entry_comes_back_as_it_was_written(path, caught):
     tuned.forget()
     assert picked() == (OTHER, f"tuned: {path}")
     assert OTHER != TABLE and not caught
+
+
+def test_a_call_that_wants_lses_gets_no_entry_that_writes_none(path):
+    tuned.write(ENTRY)
+    wanting = replace(EXTENT, lse=True)
+    assert OTHER.ones and picked(extent=wanting).config == choose(64, ARCH, wanting)
+    exact = replace(OTHER, ones=0, rescale_above=2.0)
+    tuned.write(Entry(CALL, exact))
+    tuned.forget()
+    assert picked(extent=wanting).config == exact == picked().config
 
 
 @pytest.mark.parametrize(
@@ -169,7 +179,7 @@ ITEMS = {
     "no config": ({k: v for k, v in GOOD.items() if k != "config"}, "its config is None, and no object"),
     "length as text": ({**GOOD, "seqlen_q": "16384"}, "seqlen_q = '16384'; int is needed"),
     "length as a flag": ({**GOOD, "seqlen_q": True}, "seqlen_q = True; int is needed"),
-    "no length": ({**GOOD, "seqlen_k": 0}, "seqlen_k = 0; positive numbers are needed"),
+    "no length": ({**GOOD, "seqlen_k": 0}, "seqlen_k = 0; 1 or more is needed"),
     "other chip": ({**GOOD, "arch": "sm_100a"}, "architecture sm_100a: sm_90a"),
     "dtype": ({**GOOD, "dtype": "float32"}, "dtype float32: bfloat16 or float16 only"),
     "mask": ({**GOOD, "mask": "window"}, "mask 'window'"),
@@ -182,8 +192,9 @@ ITEMS = {
     "config: type": ({**GOOD, "config": {**CONFIG, "tile_n": 96.0}}, "tile_n = 96.0; int is needed"),
     "config: does not fit": ({**GOOD, "config": {**CONFIG, "stages": 9}}, "its config: .* bytes of shared memory"),
     "config: registers": ({**GOOD, "config": {**CONFIG, "consumer_registers": 168}}, "its config: setmaxnreg wants"),
-    "config: no stages": ({**GOOD, "config": {**CONFIG, "stages": 0}}, "stages = 0; positive numbers"),
-    "config: threshold": ({**GOOD, "config": {**CONFIG, "rescale_above": 20.0}}, "its config: rescale_above 20"),
+    "config: no stages": ({**GOOD, "config": {**CONFIG, "stages": 0}}, "stages = 0; 1 or more is needed"),
+    "config: negative": ({**GOOD, "config": {**CONFIG, "ones": -8}}, "ones = -8; 0 or more is needed"),
+    "config: threshold": ({**GOOD, "config": {**CONFIG, "rescale_above": 65.0}}, "its config: rescale_above 65"),
     "config: no threshold": (
         {**GOOD, "config": {**CONFIG, "rescale_above": float("nan")}},
         "its config: rescale_above nan",
@@ -234,9 +245,9 @@ def test_a_damaged_entry_is_named_and_ignored_and_the_others_are_not(path, caugh
 
 
 def test_what_a_config_may_leave_out_and_how_its_numbers_are_read(path, caught):
-    shorter = {name: value for name, value in CONFIG.items() if name != "rescale_above"}
+    shorter = {name: value for name, value in CONFIG.items() if name not in ("ones", "rescale_above")}
     put(path, {**GOOD, "config": shorter})
-    assert picked().config == OTHER
+    assert picked().config == replace(OTHER, ones=0, rescale_above=2.0)
     put(path, {**GOOD, "config": {**CONFIG, "rescale_above": 4}, "measured": None})
     assert repr(picked().config.rescale_above) == "4.0"  # as the cache writes it: 4 would be another kernel
     assert not caught

@@ -23,11 +23,11 @@ from tests.checks import LSE_TOLERANCE, check
 INF, NAN = math.inf, math.nan
 
 
-def unspecified(case: Case, key: int) -> torch.Tensor:
+def unspecified(case: Case, key: int, lse: bool) -> torch.Tensor:
     """bool [Sq]: rows that do not see `key` though their Q tile visits its KV tile."""
     mask, heads = "causal" if case.causal else "dense", case.batch * case.heads_q
     device = describe_device(torch.device("cuda", torch.cuda.current_device()))
-    extent = Extent(mask, case.seqlen_q, case.seqlen_k, heads, device.multiprocessors)
+    extent = Extent(mask, case.seqlen_q, case.seqlen_k, heads, device.multiprocessors, lse)
     config = choose(case.head_dim, device.arch, extent)
     domain = DOMAINS[mask](config.tile_m, config.tile_n)
     rows = []
@@ -64,9 +64,12 @@ def test_one_value_spreads_as_in_a_plain_softmax(head_dim: int, dtype: str, caus
         {"q": q, "k": k, "v": v}[tensor][0, place, 0, 5] = value
         exact, exact_lse = reference.attention(q, k, v, causal=causal)
         out, lse = fmha.attention(q, k, v, causal=causal, return_lse=True)
-        known = ~unspecified(case, place) if tensor == "v" else torch.ones(300, dtype=torch.bool, device="cuda")
-        assert int(known.sum()) >= 100
-        assert_same_kind(out[:, known], exact[:, known], tolerance)
+        for found, with_lse in ((out, True), (fmha.attention(q, k, v, causal=causal), False)):
+            known = torch.ones(300, dtype=torch.bool, device="cuda")
+            if tensor == "v":
+                known = ~unspecified(case, place, with_lse)
+            assert int(known.sum()) >= 100
+            assert_same_kind(found[:, known], exact[:, known], tolerance)
         finite = exact_lse.isfinite()
         assert not lse[~finite].isfinite().any(), "the LSE is finite where the oracle's is not"
         assert ((lse - exact_lse)[finite].abs() <= 10 * LSE_TOLERANCE).all()
@@ -105,6 +108,7 @@ def test_a_row_of_minus_infinity_scores_is_nan_and_its_lse_minus_infinity() -> N
     k = torch.full((1, 200, 1, 64), -INF, dtype=torch.bfloat16, device="cuda")
     out, lse = fmha.attention(q, k, torch.ones_like(k), return_lse=True)
     assert out.isnan().all() and (lse == -INF).all()
+    assert fmha.attention(q, k, torch.ones_like(k)).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,5 +120,6 @@ def test_large_scores_do_not_overflow(dtype: str) -> None:
     k.mul_(0.01)
     k[:, 123] = 16.0
     out, lse = fmha.attention(q, k, v, return_lse=True)
-    assert torch.equal(out, v[:, 123:124].expand_as(out))
+    for found in (out, fmha.attention(q, k, v)):
+        assert torch.equal(found, v[:, 123:124].expand_as(out))
     assert ((lse - 16.0 * 16.0 * 64 / 8).abs() <= 0.01).all()

@@ -22,7 +22,8 @@ LONG_WAIT = 50_000_000  # GPU cycles, some 30 ms: work queued behind it has cert
 
 def warm(*cases: Case) -> None:
     for case in cases:
-        fmha.attention(*inputs(case, "cuda"), causal=case.causal)
+        for return_lse in (False, True):
+            fmha.attention(*inputs(case, "cuda"), causal=case.causal, return_lse=return_lse)
     torch.cuda.synchronize()
 
 

@@ -2,7 +2,8 @@
 
     q, o    [B, Sq, Hq, D]   16-bit, any strides whose last is 1 and whose others are multiples of 16 bytes
     k, v    [B, Sk, Hkv, D]  likewise
-    lse                      the address of a contiguous [B, Hq, Sq] of float32, natural logarithm; 0 for none
+    lse                      the address of a contiguous [B, Hq, Sq] of float32, natural logarithm; 0 for none. Kernels
+                             with columns of ones write none: their row sums are of rounded weights
     counter                  the address of an int32 that is `base` when the kernel starts and grows by the work tiles
 
 The CTAs, one a multiprocessor, compute work tiles of `tile_m` queries of one head until a counter says that there are
@@ -22,18 +23,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fmha.kernels.sm90 import softmax
+from fmha.kernels.sm90 import softmax, wgmma
 from fmha.kernels.sm90.barriers import Copy, PingPong, QueryRing, TileRing
-from schedules.domain import DOMAINS, Section, Visits
+from schedules.domain import DOMAINS, Visits
 from schedules.forward import FLOOR, Attend, Load, Slot
-from schedules.tiling import ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
+from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
 from schedules.work import Work, work_of
 
 LN2 = math.log(2.0)
 WARPS_PER_WARPGROUP = WARPGROUP // 32
-# Of Q and of K that the compiler may compute ahead. They belong into uniform registers, and where more than those hold
-# are wanted at a time, ptxas takes vector registers for every one: two moves for each half of each descriptor.
-DESCRIPTORS = 8
 
 
 class TmaLoad(Load):
@@ -71,7 +69,8 @@ class TmaLoad(Load):
 
 
 class WgmmaAttend(Attend):
-    """A consumer warpgroup. Register tensors: `s` (64 x tile_n), `o` (64 x head_dim), `p`, `row_maximum`, `row_sum`."""
+    """A consumer warpgroup. Register tensors: `s` (64 x tile_n), `weights` likewise, `p` in pairs, `o` (64 x head_dim,
+    and behind it the row sums, where the PV MMA makes them), `reference` and `row_sum`."""
 
     def __init__(self, kernel, rings, turn, operands, store, lengths, scale_log2, warpgroup_index) -> None:
         self.kernel = kernel
@@ -88,11 +87,14 @@ class WgmmaAttend(Attend):
 
         config = kernel.config
         self.s = kernel.qk.make_fragment_C(kernel.qk.partition_shape_C((ROWS_PER_WARPGROUP, config.tile_n)))
-        self.o = kernel.pv.make_fragment_C(kernel.pv.partition_shape_C((ROWS_PER_WARPGROUP, config.head_dim)))
-        self.p = cute.make_rmem_tensor(kernel.pv.partition_shape_A((ROWS_PER_WARPGROUP, config.tile_n)), kernel.dtype)
-        self.row_maximum = cute.make_rmem_tensor(softmax.ROWS, Float32)  # log2, scaled
-        self.row_grown = cute.make_rmem_tensor(softmax.ROWS, Float32)  # the same, this tile included
+        self.o = cute.make_rmem_tensor((config.head_dim + config.ones) // 2, Float32)
+        self.p = cute.make_rmem_tensor(config.tile_n // 4, Int32)
+        self.optimistic = config.ones > 0
+        self.weights = cute.make_rmem_tensor(config.tile_n // 2, Float32) if self.optimistic else self.s
+        self.reference = cute.make_rmem_tensor(softmax.ROWS, Float32)  # log2, scaled
+        self.grown = cute.make_rmem_tensor(softmax.ROWS, Float32)  # the same, this tile included
         self.row_sum = cute.make_rmem_tensor(softmax.ROWS, Float32)  # of this thread's columns
+        self.threshold = min(config.rescale_above, softmax.RESCALE_ABOVE[kernel.dtype])
 
     def row(self, work: Work, r: int) -> Int32:
         """The query that row `r` of this thread is."""
@@ -104,9 +106,9 @@ class WgmmaAttend(Attend):
 
     def start(self) -> None:
         self.o.fill(0.0)
+        self.row_sum.fill(0.0)
         for r in range(softmax.ROWS):
-            self.row_maximum[r] = Float32(FLOOR)
-            self.row_sum[r] = Float32(0.0)
+            self.reference[r] = cute.arch.fmax(self.needed(r), Float32(FLOOR))
 
     def q_place(self, slot: Slot) -> Int32:
         """This warpgroup's 64 rows of a Q slot."""
@@ -116,21 +118,10 @@ class WgmmaAttend(Attend):
         warpgroup.fence()
 
     def issue_qk(self, q_slot: Slot, slot: Slot) -> None:
-        place, stage = Int32(self.q_place(q_slot)), Int32(slot.stage)
-        for k in range(cute.size(self.sq, mode=[2])):
-            if k % DESCRIPTORS == 0 and k > 0:
-                place, stage = softmax.opaque(place), softmax.opaque(stage)
-            cute.gemm(
-                self.kernel.qk_first if k == 0 else self.kernel.qk,
-                self.s,
-                self.sq[None, None, k, place],
-                self.sk[None, None, k, stage],
-                self.s,
-            )
+        wgmma.multiply_shared(self.s, self.sq, self.q_place(q_slot), self.sk, slot.stage, self.kernel.dtype)
 
     def issue_pv(self, slot: Slot) -> None:
-        for k in range(cute.size(self.p, mode=[2])):
-            cute.gemm(self.kernel.pv, self.o, self.p[None, None, k], self.sv[None, None, k, slot.stage], self.o)
+        wgmma.multiply_registers(self.o, self.p, self.sv, slot.stage, self.kernel.dtype)
 
     def commit(self) -> None:
         warpgroup.commit_group()
@@ -138,57 +129,72 @@ class WgmmaAttend(Attend):
     def retire(self, pending: int) -> None:
         warpgroup.wait_group(pending)
 
-    def row_max(self, section: Section, work: Work, tile: int) -> Boolean:
-        if section is not Section.BODY:
-            start = tile * self.kernel.config.tile_n
-            limits = [
-                self.domain.hi(self.row(work, r), self.seqlen_q, self.seqlen_k) - start for r in range(softmax.ROWS)
-            ]
-            softmax.mask_right(self.s, limits, self.lane)
+    def mask(self, work: Work, tile: int) -> None:
+        start = tile * self.kernel.config.tile_n
+        limits = [self.domain.hi(self.row(work, r), self.seqlen_q, self.seqlen_k) - start for r in range(softmax.ROWS)]
+        softmax.mask_right(self.s, limits, self.lane)
+
+    def needed(self, r: int) -> Float32:
+        """The reference that a row would get for the present tile. With the headroom of an optimistic role all weights
+        stay below their limit until the maximum has grown by the threshold."""
+        found = softmax.quad_reduce(softmax.row_reduce(self.s, r, cute.arch.fmax), cute.arch.fmax) * self.scale_log2
+        return found + (self.threshold - softmax.LIMIT[self.kernel.dtype]) if self.optimistic else found
+
+    def row_max(self) -> Boolean:
         grew = None
         for r in range(softmax.ROWS):
-            found = softmax.row_reduce(self.s, r, cute.arch.fmax)
-            found = softmax.quad_reduce(found, cute.arch.fmax) * self.scale_log2
-            self.row_grown[r] = cute.arch.fmax(found, self.row_maximum[r])
-            row_grew = self.row_grown[r] > self.row_maximum[r] + self.kernel.config.rescale_above
+            self.grown[r] = cute.arch.fmax(self.needed(r), self.reference[r])
+            row_grew = self.grown[r] > self.reference[r] + self.threshold
             grew = row_grew if grew is None else softmax.either(grew, row_grew)
         return cute.arch.vote_any_sync(grew)
 
     def rescale(self) -> None:
         for r in range(softmax.ROWS):
-            shrink = cute.math.exp2(self.row_maximum[r] - self.row_grown[r], fastmath=True)
-            self.row_maximum[r] = self.row_grown[r]
+            shrink = cute.math.exp2(self.reference[r] - self.grown[r], fastmath=True)
+            self.reference[r] = self.grown[r]
             self.row_sum[r] = self.row_sum[r] * shrink
             for column in range(softmax.columns(self.o)):
                 at = softmax.element(r, column)
                 self.o[at] = self.o[at] * shrink
 
-    def exponents(self) -> None:
+    def exponents(self, tile: int) -> None:
         for r in range(softmax.ROWS):
             for column in range(softmax.columns(self.s)):
                 at = softmax.element(r, column)
-                self.s[at] = cute.math.exp2(self.s[at] * self.scale_log2 - self.row_maximum[r], fastmath=True)
-        for r in range(softmax.ROWS):
-            self.row_sum[r] = self.row_sum[r] + softmax.row_reduce(self.s, r, softmax.add)
+                self.weights[at] = cute.math.exp2(self.s[at] * self.scale_log2 - self.reference[r], fastmath=True)
+        if not self.optimistic:
+            for r in range(softmax.ROWS):
+                self.row_sum[r] = self.row_sum[r] + softmax.row_reduce(self.weights, r, softmax.add)
 
     def pack_p(self) -> None:
-        softmax.pack(self.s, self.p, self.kernel.dtype)
+        softmax.pack(self.weights, self.p, self.kernel.dtype)
+
+    def outgrown(self) -> Boolean:
+        return cute.arch.vote_any_sync(softmax.past_limit(self.weights, self.p, self.kernel.dtype))
+
+    def total(self, r: int) -> Float32:
+        """The sum of a row."""
+        if self.optimistic:
+            return self.o[softmax.element(r, self.kernel.config.head_dim // 4)]
+        return softmax.quad_reduce(self.row_sum[r], softmax.add)
 
     def normalise(self, work: Work) -> None:
         for r in range(softmax.ROWS):
-            row = self.row(work, r)
-            total = softmax.quad_reduce(self.row_sum[r], softmax.add)
-            lse = (self.row_maximum[r] + cute.math.log2(total, fastmath=True)) * LN2
+            row, total = self.row(work, r), self.total(r)
             blind = self.domain.hi(row, self.seqlen_q, self.seqlen_k) <= 0
             inverse = cute.arch.rcp_approx(total)
-            for column in range(softmax.columns(self.o)):
+            for column in range(self.kernel.config.head_dim // 4):
                 at = softmax.element(r, column)
                 self.o[at] = softmax.select(blind, Float32(0.0), self.o[at] * inverse)
-            self.store.lse(work, row, softmax.select(blind, Float32(-Float32.inf), lse), self.lane)
+            if not self.optimistic:
+                lse = (self.reference[r] + cute.math.log2(total, fastmath=True)) * LN2
+                self.store.lse(work, row, softmax.select(blind, Float32(-Float32.inf), lse), self.lane)
 
     def stage_o(self, slot: Slot) -> None:
-        rounded = cute.make_rmem_tensor(self.o.layout, self.kernel.dtype)
-        softmax.pack(self.o, rounded, self.kernel.dtype)
+        pv = self.kernel.pv
+        shape = pv.partition_shape_C((ROWS_PER_WARPGROUP, self.kernel.config.head_dim))
+        rounded = cute.make_rmem_tensor(pv.make_fragment_C(shape).layout, self.kernel.dtype)
+        softmax.pack(self.o, cute.recast_tensor(rounded, Int32), self.kernel.dtype)
         self.store.stage(rounded, self.thread, self.q_place(slot))
 
     def publish_o(self) -> None:
@@ -253,8 +259,8 @@ class ForwardKernel:
         self.config = config
         self.domain = DOMAINS[mask](config.tile_m, config.tile_n)
 
-    def _make_mmas(self) -> None:
-        """S = Q K^T from shared memory; O += P V with P from registers. `qk_first` overwrites its accumulators."""
+    def _mma_shapes(self) -> None:
+        """S = Q K^T from shared memory; O += P V with P from registers: whose registers hold which elements."""
         rows, k_major, mn_major = ROWS_PER_WARPGROUP, OperandMajorMode.K, OperandMajorMode.MN
 
         def mma(columns, v_major, source):
@@ -263,14 +269,8 @@ class ForwardKernel:
                 self.dtype, self.dtype, k_major, v_major, Float32, one, (rows, columns), source
             )
 
-        self.qk_first = mma(self.config.tile_n, k_major, warpgroup.OperandSource.SMEM)
         self.qk = mma(self.config.tile_n, k_major, warpgroup.OperandSource.SMEM)
         self.pv = mma(self.config.head_dim, mn_major, warpgroup.OperandSource.RMEM)
-
-    def set_accumulate(self) -> None:
-        self.qk_first.set(warpgroup.Field.ACCUMULATE, False)
-        self.qk.set(warpgroup.Field.ACCUMULATE, True)
-        self.pv.set(warpgroup.Field.ACCUMULATE, True)
 
     @cute.jit
     def __call__(
@@ -289,7 +289,7 @@ class ForwardKernel:
     ):
         config = self.config
         rows, keys, dims = ROWS_PER_WARPGROUP, config.tile_n, config.head_dim
-        self._make_mmas()
+        self._mma_shapes()
         q, k, v, o = [
             _modes(t, order)
             for t, order in ((q, (1, 3, 2, 0)), (k, (1, 3, 2, 0)), (v, (3, 1, 2, 0)), (o, (1, 3, 2, 0)))
@@ -298,7 +298,7 @@ class ForwardKernel:
             LayoutEnum.ROW_MAJOR, (rows, keys, dims), self.dtype, config.q_stages * config.consumers
         )
         sk_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (rows, keys, dims), self.dtype, config.stages)
-        sv_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (rows, dims, keys), self.dtype, config.stages)
+        sv_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (rows, dims, keys), self.dtype, 1)
 
         load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         stage = (None, None, 0)
@@ -312,7 +312,7 @@ class ForwardKernel:
             (q_atom, k_atom, v_atom, o_atom),
             (q_tma, k_tma, v_tma, o_tma),
             (sq_layout, sk_layout, sv_layout),
-            (self.qk_first, self.qk, self.pv),
+            (self.qk, self.pv),
             lse,
             scale_log2,
             head_group,
@@ -338,12 +338,14 @@ class ForwardKernel:
         counter: Int64,
         base: Int32,
     ):
-        self.qk_first, self.qk, self.pv = mmas
+        self.qk, self.pv = mmas
         mq, mk, _, _ = tensors  # (S, D, H, B)
         allocator = SmemAllocator()
         barriers = allocator.allocate_array(cutlass.Int64, 2 * self.config.q_stages + 4 * self.config.stages)
         posted = allocator.allocate_tensor(Int32, cute.make_layout((len(Work._fields), self.config.q_stages)), 16)
-        shared = [allocator.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner) for layout in layouts]
+        shared = [allocator.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner) for layout in layouts[:2]]
+        value_bytes = allocator.allocate(self.config.value_slots.bytes, 1024)
+        shared.append(self._value_slots(value_bytes, layouts[2]))
         copies = self._copies(atoms, tensors, shared)
         rings = self._rings(barriers, posted, copies, heads_per_kv_head=mq.shape[2] // mk.shape[2])
 
@@ -356,7 +358,13 @@ class ForwardKernel:
             (self, rings, turn, self._operands(*shared), store, lengths, scale_log2, index),
             (rings, self.domain, lengths, grid, counter, base),
         )
-        Cta(self.config, rings, turn, load, attend).run()
+        Cta(self.config, rings, turn, load, attend).run(value_bytes)
+
+    def _value_slots(self, start: cute.Pointer, one) -> cute.Tensor:
+        """V in shared memory, (head_dim, keys, slot), from the layout of one slot."""
+        step = self.config.value_slots.slot // ELEMENT_BYTES
+        slots = cute.make_layout((*one.outer.shape[:2], self.config.stages), stride=(*one.outer.stride[:2], step))
+        return cute.make_tensor(cute.recast_ptr(start, one.inner, dtype=self.dtype), slots)
 
     def _roles(self, attend, load) -> tuple[WgmmaAttend, TmaLoad]:
         """From their arguments; `trace` has others."""
@@ -387,14 +395,10 @@ class ForwardKernel:
         v_ring = TileRing(v_barriers, config.stages, config.tile_n * row_bytes, warps, v, heads_per_kv_head)
         return q_ring, k_ring, v_ring
 
-    def _operands(self, sq, sk, sv) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """Descriptors of the MMAs' operands in shared memory."""
-        qk, pv = self.qk.get_slice(0), self.pv.get_slice(0)
-        return (
-            qk.make_fragment_A(qk.partition_A(sq)),  # (MMA, MMA_M, MMA_K, slot)
-            qk.make_fragment_B(qk.partition_B(sk)),  # (MMA, MMA_N, MMA_K, slot)
-            pv.make_fragment_B(pv.partition_B(sv)),  # (MMA, MMA_N, MMA_K, slot)
-        )
+    def _operands(self, sq, sk, sv) -> tuple[wgmma.Operand, wgmma.Operand, wgmma.Operand]:
+        rows, keys, dims = ROWS_PER_WARPGROUP, self.config.tile_n, self.config.head_dim
+        v = wgmma.across_k(sv, keys, self.config.value_slots)
+        return wgmma.along_k(sq, rows, dims), wgmma.along_k(sk, keys, dims), v
 
 
 class Cta:
@@ -412,11 +416,30 @@ class Cta:
             ring.init()
         cute.arch.mbarrier_init_fence()
 
+    def fill_ones(self, start: cute.Pointer, thread: Int32) -> None:
+        """The blocks of ones beside V, 16 bytes a thread and step."""
+        slots, dtype = self.config.value_slots, self.attend.kernel.dtype
+        ones = cute.make_rmem_tensor(4, Int32)
+        ones.fill({cutlass.BFloat16: 0x3F803F80, cutlass.Float16: 0x3C003C00}[dtype])
+        for at in slots.ones_at():
+            words = cute.recast_ptr(start + at, dtype=Int32)
+            block = cute.make_tensor(words, cute.make_layout((4, slots.block // 16), stride=(1, 4)))
+            for first in range(0, slots.block // 16, self.config.threads):
+                self.fill(ones, block, thread + first)
+
     @cute.jit
-    def run(self):
+    def fill(self, ones: cute.Tensor, block: cute.Tensor, index: Int32):
+        if index < block.shape[1]:
+            cute.autovec_copy(ones, block[None, index])
+
+    @cute.jit
+    def run(self, value_bytes: cute.Pointer):
+        """`value_bytes` is where the slots of V begin."""
         thread = cute.arch.thread_idx()[0]
         if thread == 0:
             self.init_barriers()
+        self.fill_ones(value_bytes, thread)
+        cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index < WARPS_PER_WARPGROUP:
@@ -425,7 +448,6 @@ class Cta:
                 self.load.run()
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
-            self.attend.kernel.set_accumulate()
             if warp_index >= self.config.consumers * WARPS_PER_WARPGROUP:
                 self.turn.seed()
             self.attend.run()

@@ -14,6 +14,13 @@ from cutlass._mlir.dialects import arith, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 ROWS = 2  # per thread
+BITS_OF_1, MANTISSA_BITS = 0x3F800000, 23  # float32
+
+# For optimistic roles, in log2: what no weight may reach, so that it is seen when one does, and the most by which a row
+# maximum may grow until then. The largest weight of a row is thus 2^(LIMIT - RESCALE_ABOVE) or more: at least half its
+# dtype's range above the smallest normal number, so that those which count keep their precision.
+LIMIT = {cutlass.BFloat16: 1, cutlass.Float16: 15}
+RESCALE_ABOVE = {cutlass.BFloat16: 64.0, cutlass.Float16: 16.0}
 
 
 @dsl_user_op
@@ -36,10 +43,35 @@ def pack_16bit(low: Float32, high: Float32, dtype: type[cutlass.Numeric], *, loc
 
 
 def pack(source: cute.Tensor, target: cute.Tensor, dtype: type[cutlass.Numeric]) -> None:
-    """Rounds float32 registers to `dtype`, in the same order."""
-    pairs = cute.recast_tensor(target, Int32)
-    for i in range(cute.size(pairs)):
-        pairs[i] = pack_16bit(source[2 * i], source[2 * i + 1], dtype)
+    """Rounds float32 registers to `dtype`, in the same order, into pairs."""
+    for i in range(cute.size(target)):
+        target[i] = pack_16bit(source[2 * i], source[2 * i + 1], dtype)
+
+
+def past_limit(weights: cute.Tensor, pairs: cute.Tensor, dtype: type[cutlass.Numeric]) -> Boolean:
+    """Whether one of these weights, none negative, has reached 2^LIMIT, or is NaN. `pairs` are the same in `dtype`."""
+    if dtype is cutlass.BFloat16:  # 2: the highest bit of an exponent, whose bias is half its range
+        seen = pairs[0]
+        for i in range(1, cute.size(pairs)):
+            seen = seen | pairs[i]
+        return (seen & Int32(0x40004000)) != 0
+    return largest_bits(weights) >= Int32(BITS_OF_1 + (LIMIT[dtype] << MANTISSA_BITS))
+
+
+def largest_bits(values: cute.Tensor) -> Int32:
+    """Of numbers none of which is negative their bits are in the same order, NaN above all; and Hopper has a maximum of
+    three integers (VIMNMX3)."""
+    bits = cute.recast_tensor(values, Int32)
+    chains = [bits[0], bits[1]]
+    for i in range(2, cute.size(bits), 2):
+        chain = i // 2 % 2
+        chains[chain] = integer_max(integer_max(chains[chain], bits[i]), bits[i + 1])
+    return integer_max(chains[0], chains[1])
+
+
+@dsl_user_op
+def integer_max(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
+    return Int32(arith.maxsi(Int32(a).ir_value(loc=loc, ip=ip), Int32(b).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
 def columns(accumulators: cute.Tensor) -> int:
@@ -75,24 +107,6 @@ def mask_right(scores: cute.Tensor, limits: list[Int32], lane: Int32) -> None:
             at = element(row, column)
             outside = limit <= 8 * (column // 2) + column % 2
             scores[at] = select(outside, Float32(-Float32.inf), scores[at])
-
-
-@dsl_user_op
-def opaque(value: Int32, *, loc=None, ip=None) -> Int32:
-    """The same value, of which the compiler does not know that it is the same."""
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [Int32(value).ir_value(loc=loc, ip=ip)],
-            "mov.b32 $0, $1;",
-            "=r,r",
-            has_side_effects=True,  # and it stays where it is
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
 
 
 @dsl_user_op

@@ -24,7 +24,6 @@ from cutlass.cute.experimental import iket
 from cutlass.cutlass_dsl import dsl_user_op
 
 from fmha.kernels.sm90.forward import WARPS_PER_WARPGROUP, ForwardKernel, TmaLoad, WgmmaAttend
-from schedules.domain import Section
 from schedules.forward import Ring, Slot, Turn, WorkRing
 from schedules.work import Work
 
@@ -50,11 +49,12 @@ OPERATIONS = (  # at most 30: with more, IKET's events grow
     "retire(0)",
     "retire(1)",
     "start",
-    "row_max body",
-    "row_max right",
+    "mask",
+    "row_max",
     "rescale",
     "exponents",
     "pack_p",
+    "outgrown",
     "normalise",
     "stage_o",
     "publish_o",
@@ -287,9 +287,14 @@ class RecordedAttend(WgmmaAttend):
         super().retire(pending)
         self.recorder.end()
 
-    def row_max(self, section: Section, work: Work, tile: int) -> Boolean:
-        self.recorder.begin(f"row_max {section.value}", tile)
-        grew = super().row_max(section, work, tile)
+    def mask(self, work: Work, tile: int) -> None:
+        self.recorder.begin("mask", tile)
+        super().mask(work, tile)
+        self.recorder.end()
+
+    def row_max(self) -> Boolean:
+        self.recorder.begin("row_max")
+        grew = super().row_max()
         self.recorder.end()
         return grew
 
@@ -298,15 +303,21 @@ class RecordedAttend(WgmmaAttend):
         super().rescale()
         self.recorder.end()
 
-    def exponents(self) -> None:
-        self.recorder.begin("exponents")
-        super().exponents()
+    def exponents(self, tile: int) -> None:
+        self.recorder.begin("exponents", tile)
+        super().exponents(tile)
         self.recorder.end()
 
     def pack_p(self) -> None:
         self.recorder.begin("pack_p")
         super().pack_p()
         self.recorder.end()
+
+    def outgrown(self) -> Boolean:
+        self.recorder.begin("outgrown")
+        outgrown = super().outgrown()
+        self.recorder.end()
+        return outgrown
 
     def normalise(self, work: Work) -> None:
         self.recorder.begin("normalise")
