@@ -35,7 +35,7 @@ KINDS: Mapping[str, str] = {  # the first word of an operation: what it is to th
     "rescale": "softmax",
     "exponents": "softmax",
     "pack_p": "softmax",
-    "outgrown": "softmax",
+    "mend": "softmax",
     "normalise": "store",
     "stage_o": "store",
     "store_o": "store",
@@ -141,7 +141,7 @@ def build(recorded: Mapping[str, Sequence[Stamp]], hertz: float) -> Timeline:
     return Timeline(tuple(spans), hertz)
 
 
-TILED = ("load", "mask", "exponents", "store_o")  # whose argument is a tile
+TILED = ("load", "mask", "exponents", "mend", "store_o")  # whose argument is a tile
 SLOTTED = ("acquire", "wait", "issue", "stage_o")  # and whose is a slot
 
 
@@ -166,7 +166,7 @@ def name_tiles(spans: Sequence[Span]) -> list[Span]:
             span = span._replace(tile=next(tiles[span.what], None))
         elif span.what in ("row_max", "rescale"):
             span = span._replace(tile=after)
-        elif span.what in ("pack_p", "outgrown"):
+        elif span.what == "pack_p":
             span = span._replace(tile=before)
         named.append(span)
     return named
@@ -187,18 +187,18 @@ class Softmax(NamedTuple):
 
 
 def softmaxes(spans: Sequence[Span]) -> list[Softmax]:
-    """Those of a warpgroup. What an optimistic one does a second time is no other tile: it looks for row maxima between
-    its look at P and the exponentials."""
+    """Those of a warpgroup. What an optimistic one mends by doing it a second time is no other tile: it then looks for
+    row maxima."""
     found = []
-    masked = looked = again = False
+    masked = mends = again = False
     for span in spans:
         if span.what == "exponents":
             if not again:
                 found.append(Softmax(span.tile, span.begin, masked))
-            masked = looked = again = False
+            masked = mends = again = False
         masked |= span.what == "mask"
-        looked |= span.what == "outgrown"
-        again |= span.what == "row_max" and looked
+        again |= span.what == "row_max" and mends
+        mends = span.what == "mend"
     return found
 
 

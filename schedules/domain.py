@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from schedules import program
 
@@ -32,6 +32,8 @@ class Visits(NamedTuple):
 class Dense:
     """Every query sees every key. One masked tile, the tail, whose length is a run-time number."""
 
+    second: ClassVar[Section] = Section.BODY  # what the second tile that is visited may be at most
+
     tile_m: int
     tile_n: int
 
@@ -48,6 +50,8 @@ class Dense:
 @dataclass(frozen=True)
 class Causal:
     """Query `i` sees the keys up to `i + seqlen_k - seqlen_q`: causal, aligned at the bottom right."""
+
+    second: ClassVar[Section] = Section.RIGHT
 
     tile_m: int
     tile_n: int

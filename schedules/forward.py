@@ -205,10 +205,17 @@ class Attend(Role):
 
     It holds S and O as float32 accumulators, P as the 16-bit operand of the PV MMA, and for each row its sum and the
     reference that exponents count from, all in registers. A reference is a row's maximum as it was at the last rescale,
-    and some headroom. An optimistic warpgroup looks for no maxima: it sees by P whether a score has outgrown one.
+    and some headroom. After the second tile an optimistic warpgroup looks for no maxima: it sees by the weights whether
+    one must be attended to.
     """
 
     optimistic: bool
+    second: Section  # of the second tile that is visited
+
+    @property
+    def settled(self) -> int:
+        """How many tiles the references are settled by."""
+        return 2 if self.optimistic else 1
 
     q: WorkRing
     k: Ring
@@ -221,7 +228,7 @@ class Attend(Role):
 
     @abstractmethod
     def start(self) -> None:
-        """O = 0, row sum = 0, and the references are those of S alone."""
+        """O = 0, row sum = 0, and the references are those that S asks for."""
 
     @abstractmethod
     def fence(self) -> None: ...
@@ -263,7 +270,13 @@ class Attend(Role):
 
     @abstractmethod
     def outgrown(self) -> Any:
-        """True if P shows that a score has outgrown its row's reference."""
+        """True if a weight may be a large part of its row's sum so far, or past the limit of its dtype."""
+
+    @abstractmethod
+    def mend(self, tile: int) -> None:
+        """Where a weight is past the limit, the tile's softmax is done again, with a rescale. Where one is a large part
+        of its row's sum, O, the sum and the reference move by what it was rounded by. Against the tiles before it then
+        counts exactly, as the largest score does where references are maxima: the error of O stays as small."""
 
     @abstractmethod
     def normalise(self, work: Work) -> None:
@@ -310,10 +323,13 @@ class Attend(Role):
             if storing != 0:
                 self.drain()
                 self.q.release(stored)
-            for step in range(1, visits.masked, unroll=1):
-                slot = self.step(Section.RIGHT, work, last - step, q_slot, slot)
-            for step in range(visits.masked, visits.total, unroll=1):
-                slot = self.step(Section.BODY, work, last - step, q_slot, slot)
+            if const_expr(self.optimistic):
+                for step in range(1, min(2, visits.total), unroll=1):
+                    slot = self.step(self.second, True, work, last - step, q_slot, slot)
+            for step in range(self.settled, visits.masked, unroll=1):
+                slot = self.step(Section.RIGHT, False, work, last - step, q_slot, slot)
+            for step in range(max(self.settled, visits.masked), visits.total, unroll=1):
+                slot = self.step(Section.BODY, False, work, last - step, q_slot, slot)
             if const_expr(self.q.stages > 1):
                 upcoming = self.close_and_open(work, q_slot, slot)
                 storing = 1
@@ -382,7 +398,7 @@ class Attend(Role):
         self.store_o(slot, work)
 
     @program.jit
-    def step(self, section: Section, work: Work, tile: int, q_slot: Slot, before: Slot) -> Slot:
+    def step(self, section: Section, settles: bool, work: Work, tile: int, q_slot: Slot, before: Slot) -> Slot:
         """One tile: its QK runs before and its softmax beside the PV of the tile before."""
         slot = self.k.next(before)
         self.k.wait(slot)
@@ -399,31 +415,36 @@ class Attend(Role):
         self.k.release(slot)
         if const_expr(section is not Section.BODY):
             self.mask(work, tile)
-        if const_expr(not self.optimistic):
+        if const_expr(settles):
+            self.settle()
+        elif const_expr(not self.optimistic):
             self.make_room()
         self.exponents(tile)
         self.retire(0)
         self.v.release(before)
         self.pack_p()
-        if const_expr(self.optimistic):
+        if const_expr(self.optimistic and not settles):
             self.make_up(tile)
         return slot
 
     @program.jit
     def make_room(self) -> None:
-        """Before the exponentials: only a maximum that has outgrown its reference makes the warp retire its PV and
-        rescale."""
+        """Only a maximum that has outgrown its reference makes the warp retire its PV and rescale."""
         grew = self.row_max()
         if grew:
             self.retire(0)
             self.rescale()
 
     @program.jit
+    def settle(self) -> None:
+        """The second tile's maxima count, too, as the first tile may be of a single key."""
+        self.row_max()
+        self.retire(0)
+        self.rescale()
+
+    @program.jit
     def make_up(self, tile: int) -> None:
-        """After them: what the references were too small for is done once more."""
+        """What nobody has looked at before the exponentials."""
         outgrown = self.outgrown()
         if outgrown:
-            self.row_max()
-            self.rescale()
-            self.exponents(tile)
-            self.pack_p()
+            self.mend(tile)

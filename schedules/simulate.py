@@ -29,6 +29,7 @@ AnyRing = TypeVar("AnyRing", bound=NumpyRing)
 SMALL = BlockConfig(16, tile_n=16, stages=2, q_stages=2, consumers=2, producer_registers=24, consumer_registers=240)
 
 LIMIT = 1  # log2: what no weight of an optimistic role may reach
+LARGE_PART = 1 / 8  # of a row's sum so far: a weight that is more is made exact
 
 # Nominal times for the "steady" policy, of 64 queries and a 128 x 128 tile, in units of 64 cycles of an H100: an MMA is
 # 2 * 64 * 128 * 128 operations at 4096 a cycle, as long as its 64 * 128 exponentials at 16 a cycle.
@@ -39,7 +40,7 @@ COSTS = {
     "row_max": 3,
     "exponents": 8,
     "pack_p": 1,
-    "outgrown": 1,
+    "mend": 1,
     "rescale": 2,
     "normalise": 2,
     "load": 6,
@@ -93,13 +94,14 @@ class NumpyAttend(Attend):
         self.index = index
         self.mma = Wgmma(cta.machine)
         self.optimistic = config.ones > 0
+        self.second = cta.domain.second
         self.headroom = config.rescale_above - LIMIT if self.optimistic else 0
         self.s, self.p, self.o = (
             Buffer(name, np.full((cta.rows, columns), math.nan), Fence.WGMMA)
             for name, columns in (("S", config.tile_n), ("P", config.tile_n), ("O", config.head_dim + config.ones))
         )
         self.weights = Buffer("the weights", self.s.data.copy(), Fence.WGMMA) if self.optimistic else self.s
-        self.reference, self.grown, self.row_sum = np.zeros((3, cta.rows, 1))
+        self.reference, self.grown, self.row_sum, self.limit = np.zeros((4, cta.rows, 1))
         self.stores: list[Flight] = []
         self.seen: defaultdict[tuple[str, object], list[int | None]] = defaultdict(list)
 
@@ -198,12 +200,16 @@ class NumpyAttend(Attend):
         self.reference[:] = self.grown
         self.row_sum[:] *= shrink
         self.o.data *= shrink
+        if self.optimistic:
+            self.set_limits()
 
     def exponents(self, tile: int) -> None:
         self.machine.op("exponents", tile)
         self.machine.touch(reads=[self.s], writes=[self.weights])
         if self.s.tile != tile:
             self.machine.fail(TileError, f"S is of tile {self.s.tile}")
+        if self.optimistic and len(self.seen["QK", self.s.work]) == 2 and (self.needed() > self.reference).any():
+            self.machine.fail(RangeError, "the maxima of the second tile do not count")
         self.weights.data[:] = np.exp2(self.s.data * self.tensors.scale_log2 - self.reference)
         self.weights.tile, self.weights.work = self.s.tile, self.s.work
         if not self.optimistic:
@@ -217,8 +223,23 @@ class NumpyAttend(Attend):
 
     def outgrown(self) -> bool:
         self.machine.op("outgrown", self.p.tile)
-        self.machine.touch(reads=[self.p])
-        return self.perhaps((self.p.data >= 2.0**LIMIT).any())
+        self.machine.touch(reads=[self.weights])
+        return self.perhaps((self.weights.data.max(axis=1, keepdims=True) > self.limit).any())
+
+    def set_limits(self) -> None:
+        self.machine.touch(reads=[self.o])
+        self.limit[:] = np.fmin(self.o.data[:, -1:] * LARGE_PART, 2.0**LIMIT)
+
+    def mend(self, tile: int) -> None:
+        """Nothing is rounded here, so that every weight is exact already."""
+        self.machine.op("mend", tile)
+        self.set_limits()
+        self.machine.touch(writes=[self.o])
+        if self.perhaps((self.weights.data >= 2.0**LIMIT).any()):
+            self.row_max()
+            self.rescale()
+            self.exponents(tile)
+            self.pack_p()
 
     def normalise(self, work: Work) -> None:
         self.machine.op("normalise")

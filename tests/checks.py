@@ -100,7 +100,8 @@ def torch_attention(
         halves = zip(*(x.split(MAX_BATCH) for x in (q, k, v)), strict=True)
         return torch.cat([torch_attention(*part, causal=causal, scale=scale) for part in halves])
     group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    # Copies: a view that is contiguous by chance may be off 16 bytes, which torch's kernels do not check for.
+    q, k, v = (x.transpose(1, 2).clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     mask = None
     if causal and q.shape[2] != k.shape[2]:

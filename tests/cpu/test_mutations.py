@@ -131,7 +131,7 @@ HARMLESS = {
         "Attend.step: issue_pv(before) before fence()",
     ),
     "a slot is held longer than it must be": (
-        "Attend.run: for step in range(1, visits.masked, unroll=1) before if storing != 0",
+        "Attend.run: if const_expr(optimistic) before if storing != 0",
         "Attend.close_and_open: write_back(work, q_slot) before v.release(slot)",
         "Attend.close_then_open: write_back(work, q_slot) before v.release(slot)",
         "Attend.run: mask(work, last) before k.release(slot)",
@@ -142,11 +142,24 @@ HARMLESS = {
         "Attend.run: if const_expr(q.stages > 1) as if False",
     ),
     "the mask of a body tile masks nothing": (
-        "Attend.run: slot = step(Section.BODY, work, last - step, q_slot, slot)"
-        " as slot = step(Section.RIGHT, work, last - step, q_slot, slot)",
+        "Attend.run: slot = step(Section.BODY, False, work, last - step, q_slot, slot)"
+        " as slot = step(Section.RIGHT, False, work, last - step, q_slot, slot)",
         "Attend.step: if const_expr(section is not Section.BODY) as if True",
     ),
-    "an optimistic role may look for row maxima, too": ("Attend.step: if const_expr(not optimistic) as if True",),
+    "any other number is as true": (
+        "Attend.run: slot = step(second, True, work, last - step, q_slot, slot)"
+        " as slot = step(second, 2, work, last - step, q_slot, slot)",
+    ),
+    "an optimistic role may look for row maxima more often": (
+        "Attend.run: slot = step(Section.RIGHT, False, work, last - step, q_slot, slot)"
+        " as slot = step(Section.RIGHT, 1, work, last - step, q_slot, slot)",
+        "Attend.run: slot = step(Section.BODY, False, work, last - step, q_slot, slot)"
+        " as slot = step(Section.BODY, 1, work, last - step, q_slot, slot)",
+        "Attend.step: if const_expr(settles) as if True",
+        "Attend.step: if const_expr(not optimistic) as if True",
+    ),
+    "what is mended is packed once more": ("Attend.step: if const_expr(optimistic and (not settles)) before pack_p()",),
+    "the maxima are those of S, which no MMA writes": ("Attend.settle: retire(0) before row_max()",),
     "to rescale is always allowed": ("Attend.make_room: if grew as if True", "Attend.make_up: if outgrown as if True"),
 }
 REASONS = {name: reason for reason, names in HARMLESS.items() for name in names}

@@ -108,14 +108,15 @@ def rescales(problem: Problem, policy: str, seed: int = 0) -> int:
 
 
 def test_the_threshold_decides_who_rescales():
-    """Without an adversary: at every new maximum, or never. An infinite headroom leaves no weights."""
+    """Without an adversary: at every new maximum, or never; an optimistic role in the second tile. An infinite headroom
+    leaves no weights."""
 
     def steady(rescale_above: float, ones: int = 0) -> int:
         config = small(consumers=1, rescale_above=rescale_above, ones=ones)
         return rescales(Problem(16, 160, spread=1.0, config=config), "steady")
 
-    assert steady(0.0) > 3 and steady(1.0, ones=8) >= 1
-    assert steady(8.0) == 0 == steady(64.0, ones=8)
+    assert steady(0.0) > 3 and steady(1.0, ones=8) > 1
+    assert steady(8.0) == 0 and steady(64.0, ones=8) == 1
     with pytest.raises(WrongNumbers), np.errstate(invalid="ignore"):
         steady(math.inf, ones=8)
 

@@ -31,6 +31,7 @@ from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, Block
 from schedules.work import Work, work_of
 
 LN2 = math.log(2.0)
+LARGE_PART = 1 / 8  # of a row's sum so far: a weight that is more is made exact
 WARPS_PER_WARPGROUP = WARPGROUP // 32
 
 
@@ -90,10 +91,14 @@ class WgmmaAttend(Attend):
         self.o = cute.make_rmem_tensor((config.head_dim + config.ones) // 2, Float32)
         self.p = cute.make_rmem_tensor(config.tile_n // 4, Int32)
         self.optimistic = config.ones > 0
+        self.second = self.domain.second
         self.weights = cute.make_rmem_tensor(config.tile_n // 2, Float32) if self.optimistic else self.s
         self.reference = cute.make_rmem_tensor(softmax.ROWS, Float32)  # log2, scaled
         self.grown = cute.make_rmem_tensor(softmax.ROWS, Float32)  # the same, this tile included
         self.row_sum = cute.make_rmem_tensor(softmax.ROWS, Float32)  # of this thread's columns
+        self.top = cute.make_rmem_tensor(softmax.ROWS, Float32)  # this thread's largest weight of a row in the tile
+        self.limit = cute.make_rmem_tensor(softmax.ROWS, Float32)  # past which a weight is mended
+        self.most = 2.0 ** softmax.LIMIT[kernel.dtype]
         self.threshold = min(config.rescale_above, softmax.RESCALE_ABOVE[kernel.dtype])
 
     def row(self, work: Work, r: int) -> Int32:
@@ -156,6 +161,8 @@ class WgmmaAttend(Attend):
             for column in range(softmax.columns(self.o)):
                 at = softmax.element(r, column)
                 self.o[at] = self.o[at] * shrink
+        if self.optimistic:
+            self.set_limits()
 
     def exponents(self, tile: int) -> None:
         for r in range(softmax.ROWS):
@@ -170,7 +177,45 @@ class WgmmaAttend(Attend):
         softmax.pack(self.weights, self.p, self.kernel.dtype)
 
     def outgrown(self) -> Boolean:
-        return cute.arch.vote_any_sync(softmax.past_limit(self.weights, self.p, self.kernel.dtype))
+        for r in range(softmax.ROWS):
+            self.top[r] = softmax.largest(self.weights, r)
+        return self.any_past_limit()
+
+    def any_past_limit(self) -> Boolean:
+        return cute.arch.vote_any_sync(softmax.either(*(self.top[r] > self.limit[r] for r in range(softmax.ROWS))))
+
+    def set_limits(self) -> None:
+        """From the present sums, which lie among the accumulators of the PV MMA: to read those in every tile costs 3%.
+        That they have grown by the next tile makes for a second look, and no more."""
+        for r in range(softmax.ROWS):
+            self.limit[r] = cute.arch.fmin(self.total(r) * LARGE_PART, self.most)
+
+    @cute.jit
+    def mend(self, tile: int):
+        self.set_limits()
+        if self.any_past_limit():
+            self.mend_rows(tile)
+
+    @cute.jit
+    def mend_rows(self, tile: int):
+        if cute.arch.vote_any_sync(cute.arch.fmax(self.top[0], self.top[1]) >= self.most):
+            self.row_max()
+            self.rescale()
+            self.exponents(tile)
+            self.pack_p()
+        else:
+            for r in cutlass.range_constexpr(softmax.ROWS):
+                self.make_exact(r)
+
+    def make_exact(self, r: int) -> None:
+        """Against the tiles before, a large weight counts by what it was rounded to."""
+        top = softmax.quad_reduce(self.top[r], cute.arch.fmax)
+        rounded = top.to(self.kernel.dtype).to(Float32)
+        ratio = softmax.select(top > self.limit[r], rounded * cute.arch.rcp_approx(top), Float32(1.0))
+        self.reference[r] = self.reference[r] - cute.math.log2(ratio, fastmath=True)
+        for column in range(softmax.columns(self.o)):
+            at = softmax.element(r, column)
+            self.o[at] = self.o[at] * ratio
 
     def total(self, r: int) -> Float32:
         """The sum of a row."""

@@ -14,7 +14,6 @@ from cutlass._mlir.dialects import arith, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 ROWS = 2  # per thread
-BITS_OF_1, MANTISSA_BITS = 0x3F800000, 23  # float32
 
 # For optimistic roles, in log2: what no weight may reach, so that it is seen when one does, and the most by which a row
 # maximum may grow until then. The largest weight of a row is thus 2^(LIMIT - RESCALE_ABOVE) or more: at least half its
@@ -48,30 +47,25 @@ def pack(source: cute.Tensor, target: cute.Tensor, dtype: type[cutlass.Numeric])
         target[i] = pack_16bit(source[2 * i], source[2 * i + 1], dtype)
 
 
-def past_limit(weights: cute.Tensor, pairs: cute.Tensor, dtype: type[cutlass.Numeric]) -> Boolean:
-    """Whether one of these weights, none negative, has reached 2^LIMIT, or is NaN. `pairs` are the same in `dtype`."""
-    if dtype is cutlass.BFloat16:  # 2: the highest bit of an exponent, whose bias is half its range
-        seen = pairs[0]
-        for i in range(1, cute.size(pairs)):
-            seen = seen | pairs[i]
-        return (seen & Int32(0x40004000)) != 0
-    return largest_bits(weights) >= Int32(BITS_OF_1 + (LIMIT[dtype] << MANTISSA_BITS))
-
-
-def largest_bits(values: cute.Tensor) -> Int32:
-    """Of numbers none of which is negative their bits are in the same order, NaN above all; and Hopper has a maximum of
-    three integers (VIMNMX3)."""
+def largest(values: cute.Tensor, row: int) -> Float32:
+    """A thread's largest value of a row, none of which is negative, or NaN. Their bits are then in the same order, NaN
+    above all; and Hopper has a maximum of three integers (VIMNMX3)."""
     bits = cute.recast_tensor(values, Int32)
-    chains = [bits[0], bits[1]]
-    for i in range(2, cute.size(bits), 2):
-        chain = i // 2 % 2
-        chains[chain] = integer_max(integer_max(chains[chain], bits[i]), bits[i + 1])
-    return integer_max(chains[0], chains[1])
+    found = integer_max(bits[element(row, 0)], bits[element(row, 1)])
+    for column in range(2, columns(values), 2):
+        at = element(row, column)
+        found = integer_max(integer_max(found, bits[at]), bits[at + 1])
+    return as_float(found)
 
 
 @dsl_user_op
 def integer_max(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
     return Int32(arith.maxsi(Int32(a).ir_value(loc=loc, ip=ip), Int32(b).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def as_float(bits: Int32, *, loc=None, ip=None) -> Float32:
+    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
 def columns(accumulators: cute.Tensor) -> int:

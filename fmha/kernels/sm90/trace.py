@@ -54,7 +54,7 @@ OPERATIONS = (  # at most 30: with more, IKET's events grow
     "rescale",
     "exponents",
     "pack_p",
-    "outgrown",
+    "mend",
     "normalise",
     "stage_o",
     "publish_o",
@@ -313,11 +313,10 @@ class RecordedAttend(WgmmaAttend):
         super().pack_p()
         self.recorder.end()
 
-    def outgrown(self) -> Boolean:
-        self.recorder.begin("outgrown")
-        outgrown = super().outgrown()
+    def mend(self, tile: int) -> None:
+        self.recorder.begin("mend", tile)
+        super().mend(tile)
         self.recorder.end()
-        return outgrown
 
     def normalise(self, work: Work) -> None:
         self.recorder.begin("normalise")
