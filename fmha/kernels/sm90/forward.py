@@ -31,7 +31,9 @@ from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, Block
 from schedules.work import Work, work_of
 
 LN2 = math.log(2.0)
-LARGE_PART = 1 / 8  # of a row's sum so far: a weight that is more is made exact
+# Of a row's sum so far: a weight that is more is made exact. Over 15,000 random problems of the hardest kind the
+# largest error was 1.83 times torch's with 1/8, 2.02 with 1/4, and 2.11 without.
+LARGE_PART = 1 / 8
 WARPS_PER_WARPGROUP = WARPGROUP // 32
 
 
@@ -71,7 +73,12 @@ class TmaLoad(Load):
 
 class WgmmaAttend(Attend):
     """A consumer warpgroup. Register tensors: `s` (64 x tile_n), `weights` likewise, `p` in pairs, `o` (64 x head_dim,
-    and behind it the row sums, where the PV MMA makes them), `reference` and `row_sum`."""
+    and behind it the row sums, where the PV MMA makes them), `reference` and `row_sum`.
+
+    An optimistic one takes the references that it finds, and then looks at the weights. One past the limit of its dtype
+    is no number in P. And one that is a large part of its row's sum should not be rounded as P rounds it: where
+    references are maxima the largest is 1, exactly, and the error half as large.
+    """
 
     def __init__(self, kernel, rings, turn, operands, store, lengths, scale_log2, warpgroup_index) -> None:
         self.kernel = kernel
@@ -185,8 +192,7 @@ class WgmmaAttend(Attend):
         return cute.arch.vote_any_sync(softmax.either(*(self.top[r] > self.limit[r] for r in range(softmax.ROWS))))
 
     def set_limits(self) -> None:
-        """From the present sums, which lie among the accumulators of the PV MMA: to read those in every tile costs 3%.
-        That they have grown by the next tile makes for a second look, and no more."""
+        """From the present sums. That these have grown by the next tile makes for a second look, and no more."""
         for r in range(softmax.ROWS):
             self.limit[r] = cute.arch.fmin(self.total(r) * LARGE_PART, self.most)
 
