@@ -12,6 +12,7 @@ import torch
 
 from fmha import reference
 from fmha.kernels.sm90 import softmax
+from fmha.kernels.sm90.forward import LARGE_PART
 from schedules.forward import FLOOR
 from schedules.tiling import rivals
 from tests.cases import CASES, GROWING, SHARP, Case, inputs
@@ -25,7 +26,8 @@ RESCALE_ABOVE = rivals(128, "sm_90a", lse=True)[0].config.rescale_above  # log2
 def flash(q, k, v, *, causal=False, scale=None, out=None, return_lse=False, visible=None):
     """A kernel's arithmetic on the CPU: float32 accumulators, P rounded to 16 bits, base 2, right to left in tiles,
     rescaled only where a row maximum grew by more than a threshold. Without an LSE the row sums are of the rounded P,
-    and the threshold is as wide as the dtype allows."""
+    the threshold is as wide as the dtype allows, the second tile counts for the references, and after it a weight that
+    is a large part of its row's sum is exact against the tiles before."""
     optimistic = not return_lse
     threshold = softmax.RESCALE_ABOVE[ELEMENT[q.dtype]] if optimistic else RESCALE_ABOVE
     headroom = threshold - softmax.LIMIT[ELEMENT[q.dtype]] if optimistic else 0.0
@@ -36,15 +38,19 @@ def flash(q, k, v, *, causal=False, scale=None, out=None, return_lse=False, visi
     seen = (visible or reference.visibility(q.shape[1], k.shape[1], causal))(torch.arange(q.shape[1]))
     maximum = torch.full((*queries.shape[:3], 1), FLOOR)
     total, acc = torch.zeros_like(maximum), torch.zeros_like(queries)
-    for start in reversed(range(0, k.shape[1], TILE_N)):
+    for nth, start in enumerate(reversed(range(0, k.shape[1], TILE_N))):
         tile = slice(start, min(start + TILE_N, k.shape[1]))
         scores = (queries @ keys[:, :, tile].mT).masked_fill(~seen[:, tile], -math.inf)
         found = torch.maximum(scores.amax(-1, keepdim=True) * scale + headroom, maximum)
-        grown = torch.where(found > maximum + threshold, found, maximum)
+        grown = torch.where(found > maximum + (0.0 if optimistic and nth < 2 else threshold), found, maximum)
         shrink = torch.exp2(maximum - grown)
         p = torch.exp2(scores * scale - grown)
         rounded = p.to(q.dtype).float()
         added = (rounded if optimistic else p).sum(-1, keepdim=True)
+        if optimistic and nth > 1:
+            top = p.amax(-1, keepdim=True)
+            exact = torch.where(top > total * shrink * LARGE_PART, top.to(q.dtype).float() / top, 1.0)
+            shrink, grown = shrink * exact, grown - exact.log2()
         total, acc, maximum = total * shrink + added, acc * shrink + rounded @ values[:, :, tile], grown
     blind = ~seen.any(-1)
     result = (acc / total).masked_fill(blind[:, None], 0.0).transpose(1, 2).to(q.dtype)
