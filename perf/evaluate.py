@@ -44,7 +44,7 @@ def _recorded(out: Path, case: Case, row: Row, meta: Mapping[str, Any]) -> Row:
     recorder = row["recorder"]
     made = timeline.decode((out / "raw" / f"{slug(case)}.{recorder}.bin").read_bytes(), row["roles"])
     config = row["config"]
-    measured = overlap.measure(made, config["tile_n"], config["head_dim"])
+    measured = overlap.measure(made, config["tile_n"], config["head_dim"], config["ones"])
     name = f"{slug(case)}.{SUFFIXES[recorder]}"
     about = {"case": case.name, "recorder": recorder, "gpu": meta["gpu"], "source": meta["source"]}
     shown = timeline.to_perfetto(made.between(0, PERFETTO_CYCLES), case.name, about)
@@ -105,9 +105,9 @@ def _gantt(path: Path, case: Case, row: Row, made: Timeline, measured: overlap.O
     from perf import picture
 
     config = row["config"]
-    each = overlap.mma_cycles(config["tile_n"], config["head_dim"])
+    each = overlap.mma_cycles(config["tile_n"], config["head_dim"], config["ones"])
     working = tuple(overlap.busy((s for s in made.spans if s.kind in ("QK", "PV")), each))
-    period = int(measured.tile_cycles) or 4 * each
+    period = int(measured.tile_cycles) or 2 * sum(each.values())
     begin, end = measured.window
     middle = (begin + end) // 2
 

@@ -56,17 +56,19 @@ def cycles(intervals: Iterable[Interval]) -> int:
 
 
 # -- the tensor cores --------------------------------------------------------------------------------------------------
-def mma_cycles(tile_n: int, head_dim: int) -> int:
-    """Of one QK or PV of a warpgroup, at the full rate: each is 2 * 64 * tile_n * head_dim operations."""
-    return 2 * ROWS * tile_n * head_dim // FLOPS_PER_CYCLE
+def mma_cycles(tile_n: int, head_dim: int, ones: int = 0) -> dict[str, int]:
+    """Of the QK and the PV of a warpgroup, at the full rate: 2 * 64 * tile_n operations for each of head_dim columns,
+    and in PV for each column of ones, too."""
+    column = 2 * ROWS * tile_n
+    return {"QK": column * head_dim // FLOPS_PER_CYCLE, "PV": column * (head_dim + ones) // FLOPS_PER_CYCLE}
 
 
-def busy(mmas: Iterable[Span], each: int) -> list[Span]:
-    """When the tensor cores work on each MMA that was in flight, at `each` cycles: an estimate, see above."""
+def busy(mmas: Iterable[Span], each: Mapping[str, int]) -> list[Span]:
+    """When the tensor cores work on each MMA that was in flight, at so many cycles: an estimate, see above."""
     free, spans = 0, []
     for mma in sorted(mmas, key=lambda mma: mma.begin):
         begin = max(mma.begin, free)
-        free = max(begin, min(begin + each, mma.end))
+        free = max(begin, min(begin + each[mma.what], mma.end))
         spans.append(mma._replace(begin=begin, end=free))
     return spans
 
@@ -98,13 +100,14 @@ class Overlap:
         }
 
 
-def measure(timeline: Timeline, tile_n: int, head_dim: int) -> Overlap:
-    """The numbers of a timeline whose MMAs are of `tile_n` keys and `head_dim`. ValueError if it is too short."""
+def measure(timeline: Timeline, tile_n: int, head_dim: int, ones: int = 0) -> Overlap:
+    """The numbers of a timeline whose MMAs are of `tile_n` keys, `head_dim` and `ones`. ValueError if too short."""
+    each = mma_cycles(tile_n, head_dim, ones)
     window = steady(timeline)
     length = cycles([window])
     inside = timeline.between(*window)
     mmas = [span for span in timeline.spans if span.kind in ("QK", "PV")]
-    working = common(union((s.begin, s.end) for s in busy(mmas, mma_cycles(tile_n, head_dim))), [window])
+    working = common(union((s.begin, s.end) for s in busy(mmas, each)), [window])
     roles = [span for span in inside.spans if span.lane in (LOAD, *timeline.attends)]
     softmax = union((s.begin, s.end) for s in roles if s.kind == "softmax")
     idle = outside(working, window)
@@ -120,7 +123,7 @@ def measure(timeline: Timeline, tile_n: int, head_dim: int) -> Overlap:
         softmax_exposed=cycles(exposed) / length,
         idle_else=(cycles(idle) - cycles(exposed)) / length,
         tile_cycles=statistics.median(periods(timeline) or [0]),
-        tile_floor=len(timeline.attends) * 2 * mma_cycles(tile_n, head_dim),
+        tile_floor=len(timeline.attends) * sum(each.values()),
         shares=lane_shares(roles, length),
     )
 

@@ -32,7 +32,7 @@ class Visits(NamedTuple):
 class Dense:
     """Every query sees every key. One masked tile, the tail, whose length is a run-time number."""
 
-    second: ClassVar[Section] = Section.BODY  # what the second tile that is visited may be at most
+    second: ClassVar[Section] = Section.BODY  # whose code serves the second tile that is visited
 
     tile_m: int
     tile_n: int

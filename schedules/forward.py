@@ -205,8 +205,8 @@ class Attend(Role):
 
     It holds S and O as float32 accumulators, P as the 16-bit operand of the PV MMA, and for each row its sum and the
     reference that exponents count from, all in registers. A reference is a row's maximum as it was at the last rescale,
-    and some headroom. After the second tile an optimistic warpgroup looks for no maxima: it sees by the weights whether
-    one must be attended to.
+    and some headroom, give or take what `mend` moved it by. After the second tile an optimistic warpgroup looks for no
+    maxima: it sees by the weights whether one must be attended to.
     """
 
     optimistic: bool
@@ -280,7 +280,7 @@ class Attend(Role):
 
     @abstractmethod
     def normalise(self, work: Work) -> None:
-        """O = O / row sum, and the LSE of each row is stored."""
+        """O = O / row sum, and the LSE of each row is stored: not by optimistic roles, whose sums are rounded."""
 
     @abstractmethod
     def stage_o(self, slot: Slot) -> None:

@@ -486,15 +486,19 @@ def test_sanitized_problems_are_tiny_and_cover_every_kernel_shape() -> None:
 def test_sanitized_numbers_are_checked(error: float, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     import fmha
 
+    asked = []
+
     def attention(q, k, v, *, causal, out, return_lse):
         assert out.isnan().all()
+        asked.append(return_lse)
         out.copy_(error * reference.attention(q, k, v, causal=causal)[0])
 
     monkeypatch.setattr(fmha, "attention", attention)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(sanitize, "CASES", sanitize.CASES[:2])
-    assert sanitize.run_cases() == (0 if error == 1.0 else 2)
+    assert sanitize.run_cases() == (0 if error == 1.0 else 4)
+    assert asked == [False, True] * 2
     assert ("WRONG" in capsys.readouterr().out) == (error != 1.0)
 
 

@@ -70,10 +70,11 @@ def test_a_kernels_arithmetic_passes(case: Case) -> None:
     assert verdict.lse_error == 0.0 or case.return_lse
 
 
+@pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("case", SHARP + GROWING, ids=lambda case: case.name)
-def test_sharp_and_growing_inputs_pass(case: Case) -> None:
+def test_sharp_and_growing_inputs_pass(case: Case, lse: bool) -> None:
     """What they test is the rescale threshold: P at a row's maximum is exact only where the row was rescaled to it."""
-    check(replace(case, seqlen_q=64), flash, "cpu")
+    check(replace(case, seqlen_q=64, return_lse=lse), flash, "cpu")
 
 
 # -- planted mistakes -------------------------------------------------------------------------------------------------

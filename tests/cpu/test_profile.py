@@ -226,13 +226,18 @@ def test_intervals_behave_like_sets_of_cycles(a, b):
 
 def test_the_tensor_cores_take_one_mma_after_the_other():
     """A second one waits for the first, a later one starts when it is issued, and none outlives its retirement."""
-    assert overlap.mma_cycles(tile_n=128, head_dim=128) == 512
+    assert overlap.mma_cycles(tile_n=128, head_dim=128) == {"QK": 512, "PV": 512}
+    assert overlap.mma_cycles(tile_n=128, head_dim=128, ones=8) == {"QK": 512, "PV": 544}
     mmas = [
         Span("mma attend0", "QK", 0, 700),
         Span("mma attend1", "QK", 100, 1100),
         Span("mma attend0", "PV", 2000, 2300),
     ]
-    assert [(s.begin, s.end) for s in overlap.busy(mmas, 512)] == [(0, 512), (512, 1024), (2000, 2300)]
+    assert [(s.begin, s.end) for s in overlap.busy(mmas, {"QK": 512, "PV": 512})] == [
+        (0, 512),
+        (512, 1024),
+        (2000, 2300),
+    ]
 
 
 def hand_made() -> Timeline:

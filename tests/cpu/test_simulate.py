@@ -66,7 +66,7 @@ def test_numbers_of_any_shape(lengths, causal, batch, kv_heads, group, head_dim,
     run(problem, seed, policy, multiprocessors=multiprocessors)
 
 
-@pytest.mark.parametrize("head_dim", (64, 80, 128, 256))
+@pytest.mark.parametrize("head_dim", (64, 80, 128, 192, 256))
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("lse", (False, True))
 def test_numbers_with_the_block_configs_of_the_kernels(head_dim, causal, lse):

@@ -29,7 +29,7 @@ def each_kernel(cases: Iterable[Case]) -> pytest.MarkDecorator:
         for case in cases
         for row in rows(case.head_dim, ARCH)
     ]
-    names = [f"{case.name} {config.tile_m}x{config.tile_n}" for case, config in found]
+    names = [f"{case.name} {config.tile_m}x{config.tile_n}{' ones' * (config.ones > 0)}" for case, config in found]
     return pytest.mark.parametrize(("case", "config"), found, ids=names)
 
 
@@ -64,10 +64,10 @@ def test_growing_maxima(case: Case, config: BlockConfig, pin, record) -> None:
 
 
 def test_the_lengths_of_a_call_choose_its_kernel(record) -> None:
-    """The same head dim, unpinned, in turn long and short."""
-    for head_dim in (64, 256):
-        for batch, seqlen in ((64, 256), (8, 2048), (64, 256)):
-            case = Case(batch, seqlen, seqlen, 4, 4, head_dim, out="given")
+    """The same head dim, unpinned, in turn long and short, and with and without LSEs."""
+    for head_dim in (64, 128, 256):
+        for i, (batch, seqlen) in enumerate(((64, 256), (32, 513), (8, 2048), (64, 256), (32, 513))):
+            case = Case(batch, seqlen, seqlen, 4, 4, head_dim, out="given", return_lse=i % 2 == 1)
             record(case, check(case, fmha.attention, "cuda"))
 
 

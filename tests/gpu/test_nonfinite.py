@@ -98,9 +98,12 @@ def test_wholly_non_finite_inputs_end(value: float, head_dim: int) -> None:
 def test_nan_of_an_earlier_call_stays_in_it(head_dim: int, causal: bool) -> None:
     """Shared memory still holds the last call's NaN: what fills up tails and padded head dims must be zeros."""
     spoilt = [x.fill_(NAN) for x in inputs(Case(4, 1024, 1024, 16, 16, head_dim), "cuda")]
-    assert fmha.attention(*spoilt, causal=causal).isnan().all()
-    for seqlen_q, seqlen_k in ((1, 1), (129, 131), (300, 17)):
-        check(Case(4, seqlen_q, seqlen_k, 16, 16, head_dim, causal=causal, out="given"), fmha.attention, "cuda")
+    for lse in (False, True):
+        found = fmha.attention(*spoilt, causal=causal, return_lse=lse)
+        assert (found[0] if lse else found).isnan().all()
+        for seqlen_q, seqlen_k in ((1, 1), (129, 131), (300, 17)):
+            case = Case(4, seqlen_q, seqlen_k, 16, 16, head_dim, causal=causal, out="given", return_lse=lse)
+            check(case, fmha.attention, "cuda")
 
 
 def test_a_row_of_minus_infinity_scores_is_nan_and_its_lse_minus_infinity() -> None:

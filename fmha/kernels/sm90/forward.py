@@ -76,8 +76,8 @@ class WgmmaAttend(Attend):
     and behind it the row sums, where the PV MMA makes them), `reference` and `row_sum`.
 
     An optimistic one takes the references that it finds, and then looks at the weights. One past the limit of its dtype
-    is no number in P. And one that is a large part of its row's sum should not be rounded as P rounds it: where
-    references are maxima the largest is 1, exactly, and the error half as large.
+    makes it do the tile again. And one that is a large part of its row's sum should not be rounded as P rounds it:
+    where references are maxima the largest is 1, exactly, and the error half as large.
     """
 
     def __init__(self, kernel, rings, turn, operands, store, lengths, scale_log2, warpgroup_index) -> None:

@@ -15,9 +15,10 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 ROWS = 2  # per thread
 
-# For optimistic roles, in log2: what no weight may reach, so that it is seen when one does, and the most by which a row
-# maximum may grow until then. The largest weight of a row is thus 2^(LIMIT - RESCALE_ABOVE) or more: at least half its
-# dtype's range above the smallest normal number, so that those which count keep their precision.
+# For optimistic roles, in log2: what no weight may pass, so that it is seen when one does, and the most by which a row
+# maximum may grow until then. The largest weight of a row is thus 2^(LIMIT - RESCALE_ABOVE) or more, 2^63 and 2^13
+# times the smallest normal number, so that those which count keep their precision. bfloat16 could do with any limit; 2
+# keeps O as small as a plain softmax has it.
 LIMIT = {cutlass.BFloat16: 1, cutlass.Float16: 15}
 RESCALE_ABOVE = {cutlass.BFloat16: 64.0, cutlass.Float16: 16.0}
 
@@ -48,8 +49,9 @@ def pack(source: cute.Tensor, target: cute.Tensor, dtype: type[cutlass.Numeric])
 
 
 def largest(values: cute.Tensor, row: int) -> Float32:
-    """A thread's largest value of a row, none of which is negative, or NaN. Their bits are then in the same order, NaN
-    above all; and Hopper has a maximum of three integers (VIMNMX3)."""
+    """A thread's largest value of a row, none of which is negative: their bits are then in the same order, and Hopper
+    has a maximum of three integers (VIMNMX3). A NaN, positive as exponentials make it, is above all; no comparison
+    finds it to be past a limit, but then its row is NaN anyway."""
     bits = cute.recast_tensor(values, Int32)
     found = integer_max(bits[element(row, 0)], bits[element(row, 1)])
     for column in range(2, columns(values), 2):

@@ -361,7 +361,8 @@ class StampedKernel(ForwardKernel):
 
 
 class EveryWaitKernel(StampedKernel):
-    """The same with a stamp before every wait, which moves the one that retires PV behind the exponentials."""
+    """The same with a stamp before every wait, which moves the one that retires PV behind the exponentials where these
+    are written over S (head dim 256, and kernels that write LSEs)."""
 
     EVERY_WAIT = True
 

@@ -30,11 +30,11 @@ AHEAD = 8
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand in shared memory, slot behind slot. Numbers are in units of 16 bytes."""
+    """An operand in shared memory, slot behind slot. Offsets are in units of 16 bytes."""
 
     low: Int32  # lower half of the first slot's descriptor
     high: int  # upper half
-    slot: int  # from a slot to the next
+    slot: int  # what `low` grows by from a slot to the next: the start address, and in bits 16 up the leading offset
     steps: tuple[int, ...]  # of each k-step in a slot
 
     def at(self, place: Int32) -> Int32:
@@ -62,8 +62,8 @@ def along_k(tensor: cute.Tensor, rows: int, depth: int) -> Operand:
 
 
 def across_k(tensor: cute.Tensor, depth: int, slots: ValueSlots) -> Operand:
-    """V and the ones beside it: `depth` keys, which MMAs multiply along, of contiguous elements. Where the leading
-    offset shrinks from slot to slot, so does the upper half of what is added."""
+    """V and the ones beside it: `depth` keys, which MMAs multiply along, of contiguous elements. The leading offset may
+    shrink from slot to slot (`ValueSlots.leading`)."""
     width = slots.block // depth
     steps = tuple(k * K * width // UNIT for k in range(depth // K))
     shrinks = slots.leading(0) - slots.leading(1)
