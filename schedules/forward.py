@@ -37,6 +37,9 @@ from schedules.domain import Section, Visits
 from schedules.program import range
 from schedules.work import Work
 
+# Of a row's sum so far: a weight that is more is made exact. Over 15,000 random problems of the hardest kind the
+# largest error was 1.83 times torch's with 1/8, 2.02 with 1/4, and 2.11 without.
+LARGE_PART = 1 / 8
 FLOOR = -(2.0**120)  # of references: under every score, and finite, so that a wholly masked row makes no NaN of it
 
 

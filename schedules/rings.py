@@ -14,13 +14,11 @@ import numpy as np
 
 from schedules.forward import Ring, Slot, Turn, WorkRing
 from schedules.machine import Buffer, CountError, Hazard, Machine, Mbarrier, NamedBarrier, OrderError, TileError
-from schedules.tiling import WARPGROUP
+from schedules.tiling import ELEMENT_BYTES, WARPGROUP
 from schedules.work import Work
 
 Source = Callable[[Work, int], Sequence[np.ndarray]]
 """(work tile, tile) -> what is copied into each part of a slot."""
-
-ELEMENT_BYTES = 2  # of what is copied, for the sake of the byte counts
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from schedules.domain import Causal, Dense, Visits
-from schedules.forward import FLOOR, Attend, Load, Slot
+from schedules.forward import FLOOR, LARGE_PART, Attend, Load, Slot
 from schedules.machine import Buffer, CountError, Event, Fence, Flight, Machine, RangeError, TileError, Until, Wgmma
-from schedules.rings import ELEMENT_BYTES, Counts, NumpyRing, NumpyTurn, NumpyWorkRing, Source, Turnstile
-from schedules.tiling import WARPGROUP, BlockConfig
+from schedules.rings import Counts, NumpyRing, NumpyTurn, NumpyWorkRing, Source, Turnstile
+from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
 from schedules.work import Work, work_of
 
 AnyRing = TypeVar("AnyRing", bound=NumpyRing)
@@ -28,8 +28,7 @@ AnyRing = TypeVar("AnyRing", bound=NumpyRing)
 # Small problems in milliseconds.
 SMALL = BlockConfig(16, tile_n=16, stages=2, q_stages=2, consumers=2, producer_registers=24, consumer_registers=240)
 
-LIMIT = 1  # log2: what no weight of an optimistic role may reach
-LARGE_PART = 1 / 8  # of a row's sum so far: a weight that is more is made exact
+LIMIT = 1  # log2: what no weight of an optimistic role may pass, as in bfloat16
 
 # Nominal times for the "steady" policy, of 64 queries and a 128 x 128 tile, in units of 64 cycles of an H100: an MMA is
 # 2 * 64 * 128 * 128 operations at 4096 a cycle, as long as its 64 * 128 exponentials at 16 a cycle.

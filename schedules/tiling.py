@@ -14,7 +14,9 @@ from schedules.domain import DOMAINS
 
 WARPGROUP = 128  # threads
 ONES = 8  # the smallest step of a wgmma's N
-MOST_RESCALED_ABOVE = 64.0  # log2: half the range of bfloat16's exponents
+# log2. The largest weight of a row may then be as small as 2^-31, and its products with V down to 1e-29 are still
+# normal float32 numbers; with 64 the products with V below 1e-19 would not be.
+MOST_RESCALED_ABOVE = 32.0
 ROWS_PER_WARPGROUP = 64  # M of one wgmma
 SWIZZLE_BYTES = (128, 64, 32)  # of the rows of a block in shared memory
 ELEMENT_BYTES = 2
@@ -33,6 +35,11 @@ class Chip:
 CHIPS = {
     "sm_90a": Chip("sm_90a", smem_bytes=227 * 1024, registers=64 * 1024),
 }
+
+
+def swizzle_bytes(elements: int) -> int:
+    """The widest swizzle whose blocks `elements` are a multiple of, as CuTe's `make_smem_layout_a` and `_b` choose."""
+    return next(width for width in SWIZZLE_BYTES if elements * ELEMENT_BYTES % width == 0)
 
 
 @dataclass(frozen=True)
@@ -111,9 +118,8 @@ class BlockConfig:
 
     @property
     def value_slots(self) -> ValueSlots:
-        row = self.head_dim * ELEMENT_BYTES
-        width = next(width for width in SWIZZLE_BYTES if row % width == 0)
-        return ValueSlots(self.tile_n * width, row // width, self.stages, self.ones > 0)
+        width = swizzle_bytes(self.head_dim)
+        return ValueSlots(self.tile_n * width, self.head_dim * ELEMENT_BYTES // width, self.stages, self.ones > 0)
 
     def smem_bytes(self) -> int:
         """Shared memory of one CTA: the three rings (O is staged in Q's), their barriers and the work tiles posted."""
@@ -132,11 +138,12 @@ class BlockConfig:
             return f"{self.consumers} consumer warpgroups: 1 to 3 fit beside the producer"
         if min(self.stages, self.q_stages) < 1:
             return f"{self.stages} stages of K and V and {self.q_stages} of Q: each ring needs 1"
-        most = MOST_RESCALED_ABOVE if self.ones else 8
-        if not 1 <= self.rescale_above <= most:  # also refuses NaN
-            return f"rescale_above {self.rescale_above}: 1 to {most} with {self.ones} columns of ones"
         if self.ones not in (0, ONES):
             return f"ones {self.ones}: 0, or {ONES} columns"
+        # With ones, weights up to 2 leave a maximum 1 to grow by at least. Without, more makes the error 2.1 times.
+        least, most = (1, MOST_RESCALED_ABOVE) if self.ones else (0, 8)
+        if not least <= self.rescale_above <= most:  # also refuses NaN
+            return f"rescale_above {self.rescale_above}: {least} to {most:g} with {self.ones} columns of ones"
         if self.head_dim + self.ones > 256:
             return f"head_dim {self.head_dim} and {self.ones} columns of ones are more than 256, the N of the PV wgmma"
         if (need := self.smem_bytes()) > chip.smem_bytes:
@@ -217,20 +224,23 @@ SM90 = (
     ),
     Choice(
         BlockConfig(head_dim=64, tile_n=128, stages=4, q_stages=2, **_THREE),
-        "the same without ones",
+        "for calls that want LSEs, of row sums in float32: the same without columns of ones",
         Cost(tile=1.5, start=1.1),
     ),
     Choice(
         BlockConfig(head_dim=64, tile_n=128, stages=4, q_stages=2, **_TWO),
-        "the same without ones: S = 256 1.28 (causal 1.39) times as fast as with 192 queries, S = 1024 0.96 (1.13), "
-        "16k 0.81",
+        "for calls that want LSEs, of row sums in float32: the same without columns of ones. S = 256 1.28 (causal "
+        "1.39) times as fast as with 192 queries, S = 1024 0.96 (1.13), 16k 0.81",
         Cost(tile=1.2, start=0.7),
     ),
     Choice(
         BlockConfig(head_dim=96, tile_n=128, stages=3, q_stages=2, **_ONES, **_TWO),
         "S, P and O need 148 registers: too many for three warpgroups of 160",
     ),
-    Choice(BlockConfig(head_dim=96, tile_n=128, stages=3, q_stages=2, **_TWO), "the same without ones"),
+    Choice(
+        BlockConfig(head_dim=96, tile_n=128, stages=3, q_stages=2, **_TWO),
+        "for calls that want LSEs, of row sums in float32: the same without columns of ones",
+    ),
     Choice(
         BlockConfig(head_dim=128, tile_n=128, stages=2, q_stages=2, **_ONES, **_TWO),
         "the widest tile_n that fits beside two Q slots and the ones",
@@ -243,7 +253,8 @@ SM90 = (
     ),
     Choice(
         BlockConfig(head_dim=128, tile_n=128, stages=2, q_stages=2, **_TWO),
-        "without ones tile_n 144, 160 and 176, and three warpgroups, were no faster",
+        "for calls that want LSEs, of row sums in float32: without columns of ones. tile_n 144, 160 and 176, and three "
+        "warpgroups, were no faster",
     ),
     Choice(
         BlockConfig(head_dim=192, tile_n=64, stages=2, q_stages=2, **_ONES, **_WIDE),
@@ -252,7 +263,8 @@ SM90 = (
     ),
     Choice(
         BlockConfig(head_dim=192, tile_n=80, stages=2, q_stages=2, **_WIDE),
-        "the widest tile_n whose two stages fit beside two Q slots; the producer spills with 24 registers",
+        "for calls that want LSEs, of row sums in float32: the widest tile_n whose two stages fit beside two Q slots "
+        "without columns of ones; the producer spills with 24 registers",
     ),
     Choice(
         BlockConfig(head_dim=256, tile_n=80, stages=2, q_stages=1, **_WIDE),

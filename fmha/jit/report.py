@@ -33,7 +33,7 @@ class Report:
     body_kinds: Mapping[str, int]  # instructions by kind, as in `sass.KINDS`
     body_waits: tuple[tuple[int, int, int], ...]  # of each MMA wait: groups left, maxima and exponentials before it
     masked: tuple[int, ...]  # instructions a masked KV tile, where those have a loop
-    early_retire: bool  # a softmax loop waits for every MMA before its softmax begins
+    early_retire: bool  # a softmax loop waits for every MMA before its first exponential
 
     @property
     def spills(self) -> int:

@@ -76,8 +76,8 @@ class Loop:
 
     @property
     def early_retire(self) -> bool:
-        """It waits for every MMA before the softmax has begun, so that the two do not overlap."""
-        return any(wait.pending == wait.maxima == wait.ex2 == 0 for wait in self.waits)
+        """It waits for every MMA before the first exponential, so that these do not overlap."""
+        return any(wait.pending == wait.ex2 == 0 for wait in self.waits)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@
        "heads": 64, "multiprocessors": 132, "config": {the fields of BlockConfig}, "measured": {for people}}]}
 
 The file is $FMHA_TUNED, else fmha/tuned.json in the user's config folder (XDG base directory specification). An entry
-is for calls of exactly its sizes; `heads` are those of the queries, over all batch entries. The file is read once a
-process, when the first call is planned, and appears whole or not at all. What cannot be used costs one `TunedWarning`,
-and the table decides; no file costs nothing.
+is for calls of exactly its sizes, `heads` being those of the queries, over all batch entries; one whose config has
+columns of ones is for those of them that want no LSE. The file is read once a process, when the first call is planned,
+and appears whole or not at all. What cannot be used costs one `TunedWarning`, and the table decides; no file costs
+nothing.
 """
 
 from __future__ import annotations

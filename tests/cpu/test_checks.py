@@ -12,11 +12,10 @@ import torch
 
 from fmha import reference
 from fmha.kernels.sm90 import softmax
-from fmha.kernels.sm90.forward import LARGE_PART
-from schedules.forward import FLOOR
+from schedules.forward import FLOOR, LARGE_PART
 from schedules.tiling import rivals
 from tests.cases import CASES, GROWING, SHARP, Case, inputs
-from tests.checks import Output, check, half_ulp, poison, same_bits
+from tests.checks import Output, check, compare, half_ulp, poison, same_bits
 
 TILE_N = 128
 ELEMENT = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
@@ -75,6 +74,17 @@ def test_a_kernels_arithmetic_passes(case: Case) -> None:
 def test_sharp_and_growing_inputs_pass(case: Case, lse: bool) -> None:
     """What they test is the rescale threshold: P at a row's maximum is exact only where the row was rescaled to it."""
     check(replace(case, seqlen_q=64, return_lse=lse), flash, "cpu")
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("exponent", [-25, 25])
+def test_small_and_large_values_keep_their_precision(exponent: int, lse: bool) -> None:
+    """V of 1e-25, which weights with too much headroom push out of float32's normal numbers, and of 1e25."""
+    case = Case(1, 64, 300, 2, 2, 64, return_lse=lse)
+    q, k, v = inputs(case, "cpu")
+    v = v * 10.0**exponent
+    out = flash(q, k, v, return_lse=lse)
+    compare(case, (q, k, v), *(out if lse else (out, None)))
 
 
 # -- planted mistakes -------------------------------------------------------------------------------------------------

@@ -93,10 +93,11 @@ def test_the_command_fails_on_a_spill(
         ({"local_stores": 1}, "1 local stores"),
         ({"stack_bytes": 8}, "8 bytes of stack"),
         ({"body_kinds": {"select": 64}}, "masks: 64 selects"),
-        ({"early_retire": True}, "waits for every MMA before it begins"),
-        ({"body_waits": ((1, 0, 0), (0, 0, 0), (0, 4, 8))}, "waits for MMAs 3 times, not twice"),
+        ({"early_retire": True}, "waits for every MMA before its first exponential"),
+        ({"body_waits": ((1, 0, 0), (0, 0, 0), (0, 4, 17))}, "waits for MMAs 3 times, not twice"),
         ({"setmaxnreg": (24, 232)}, "setmaxnreg"),
         ({"body": 409}, "grew from 400 to 409"),
+        ({"body_waits": ((1, 0, 0), (0, 0, 3))}, "waits for PV after 3 exponentials, not 17"),
     ],
 )
 def test_it_objects_to(change: dict[str, object], words: str, committed: dict[str, Report]) -> None:

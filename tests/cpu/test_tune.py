@@ -52,7 +52,7 @@ def test_the_grid_fits_the_chip_with_rings_as_deep_as_they_go(head_dim: int) -> 
     for config in found:
         assert config.check(CHIPS[ARCH]) is None and config.head_dim == head_dim
         assert 2 <= config.stages <= 4 and config.q_stages in (1, 2)
-        assert (config.ones, config.rescale_above) == ((0, 2.0) if head_dim == 256 else (8, 64.0))
+        assert (config.ones, config.rescale_above) == ((0, 2.0) if head_dim == 256 else (8, 32.0))
         deeper = replace(config, stages=config.stages + 1)
         assert config.stages == 4 or deeper.check(CHIPS[ARCH]) is not None
     shapes = {(config.consumers, config.tile_n, config.q_stages) for config in found}

@@ -194,7 +194,7 @@ ITEMS = {
     "config: registers": ({**GOOD, "config": {**CONFIG, "consumer_registers": 168}}, "its config: setmaxnreg wants"),
     "config: no stages": ({**GOOD, "config": {**CONFIG, "stages": 0}}, "stages = 0; 1 or more is needed"),
     "config: negative": ({**GOOD, "config": {**CONFIG, "ones": -8}}, "ones = -8; 0 or more is needed"),
-    "config: threshold": ({**GOOD, "config": {**CONFIG, "rescale_above": 65.0}}, "its config: rescale_above 65"),
+    "config: threshold": ({**GOOD, "config": {**CONFIG, "rescale_above": 33.0}}, "its config: rescale_above 33"),
     "config: no threshold": (
         {**GOOD, "config": {**CONFIG, "rescale_above": float("nan")}},
         "its config: rescale_above nan",

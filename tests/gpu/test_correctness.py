@@ -71,6 +71,17 @@ def test_the_lengths_of_a_call_choose_its_kernel(record) -> None:
             record(case, check(case, fmha.attention, "cuda"))
 
 
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("exponent", [-25, 25])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_small_and_large_values_keep_their_precision(head_dim: int, exponent: int, lse: bool, record) -> None:
+    """In bfloat16: weights must not push the products with V out of float32's normal numbers."""
+    case = Case(2, 300, 700, 4, 2, head_dim, causal=True, out="given", return_lse=lse)
+    q, k, v = inputs(case, "cuda")
+    qkv = q, k, v * 10.0**exponent
+    record(case, compare(case, qkv, *call(case, fmha.attention, qkv)))
+
+
 def some_rows(seqlen_q: int, count: int = 160) -> torch.Tensor:
     """The first and last rows, and others at random."""
     edges = torch.cat([torch.arange(min(16, seqlen_q)), torch.arange(max(0, seqlen_q - 16), seqlen_q)])

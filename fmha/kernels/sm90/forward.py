@@ -26,14 +26,11 @@ from cutlass.tensor_utils import LayoutEnum
 from fmha.kernels.sm90 import softmax, wgmma
 from fmha.kernels.sm90.barriers import Copy, PingPong, QueryRing, TileRing
 from schedules.domain import DOMAINS, Visits
-from schedules.forward import FLOOR, Attend, Load, Slot
+from schedules.forward import FLOOR, LARGE_PART, Attend, Load, Slot
 from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
 from schedules.work import Work, work_of
 
 LN2 = math.log(2.0)
-# Of a row's sum so far: a weight that is more is made exact. Over 15,000 random problems of the hardest kind the
-# largest error was 1.83 times torch's with 1/8, 2.02 with 1/4, and 2.11 without.
-LARGE_PART = 1 / 8
 WARPS_PER_WARPGROUP = WARPGROUP // 32
 
 

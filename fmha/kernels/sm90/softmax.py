@@ -13,14 +13,16 @@ from cutlass import Boolean, Float32, Int32
 from cutlass._mlir.dialects import arith, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from schedules.tiling import MOST_RESCALED_ABOVE
+
 ROWS = 2  # per thread
 
 # For optimistic roles, in log2: what no weight may pass, so that it is seen when one does, and the most by which a row
-# maximum may grow until then. The largest weight of a row is thus 2^(LIMIT - RESCALE_ABOVE) or more, 2^63 and 2^13
+# maximum may grow until then. The largest weight of a row is thus 2^(LIMIT - RESCALE_ABOVE) or more, 2^95 and 2^13
 # times the smallest normal number, so that those which count keep their precision. bfloat16 could do with any limit; 2
 # keeps O as small as a plain softmax has it.
 LIMIT = {cutlass.BFloat16: 1, cutlass.Float16: 15}
-RESCALE_ABOVE = {cutlass.BFloat16: 64.0, cutlass.Float16: 16.0}
+RESCALE_ABOVE = {cutlass.BFloat16: MOST_RESCALED_ABOVE, cutlass.Float16: 16.0}
 
 
 @dsl_user_op

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from schedules.tiling import ELEMENT_BYTES, ValueSlots
+from schedules.tiling import ELEMENT_BYTES, ValueSlots, swizzle_bytes
 
 K = 16  # of one instruction, with 16-bit elements
 UNIT = 16  # bytes, of the fields
@@ -43,11 +43,6 @@ class Operand:
 
     def descriptor(self, low: Int32, step: int) -> Int64:
         return Int64(Uint32(low + self.steps[step])) | Int64(self.high << 32)
-
-
-def swizzle_bytes(elements: int) -> int:
-    """The widest swizzle whose blocks `elements` are a multiple of, as `make_smem_layout_a` and `_b` choose it."""
-    return next(width for width in SWIZZLES if elements * ELEMENT_BYTES % width == 0)
 
 
 def along_k(tensor: cute.Tensor, rows: int, depth: int) -> Operand:
