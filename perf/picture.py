@@ -49,6 +49,7 @@ FILLS: Mapping[str, tuple[str, str]] = {  # colour and hatch of an operation, by
     "rescale": ("#c4453b", ""),
     "exponents": ("#f0a860", ""),
     "pack_p": ("#d98032", ""),
+    "foresee": ("#d98032", ""),
     "mend": ("#c4453b", ""),
     "store": ("#9ccb9a", ""),
     "QK": ("#4f4a8c", ""),

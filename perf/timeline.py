@@ -35,6 +35,7 @@ KINDS: Mapping[str, str] = {  # the first word of an operation: what it is to th
     "rescale": "softmax",
     "exponents": "softmax",
     "pack_p": "softmax",
+    "foresee": "softmax",
     "mend": "softmax",
     "normalise": "store",
     "stage_o": "store",

@@ -41,7 +41,7 @@ from perf.resources import objections
 from perf.suites import Case
 from perf.timing import Call, CudaTimer, Timer, interleave, quartiles
 from perf.workload import extent_of, problem_of
-from schedules.tiling import CHIPS, MOST_RESCALED_ABOVE, TABLES, BlockConfig, Choice, Cost, Extent, predicted_us, rivals
+from schedules.tiling import CHIPS, TABLES, BlockConfig, Choice, Cost, Extent, predicted_us, rivals
 
 planning: Any = importlib.import_module("fmha.attention")  # `fmha.attention` is its function
 
@@ -134,7 +134,7 @@ def label(config: BlockConfig) -> str:
     the rescale where that is not the usual one."""
     tile = f"d{config.head_dim} {config.tile_m}x{config.tile_n} kv{config.stages} q{config.q_stages}"
     ones = f" ones {config.ones}" if config.ones else ""
-    usual = config.rescale_above == (MOST_RESCALED_ABOVE if config.ones else BlockConfig.rescale_above)
+    usual = config.rescale_above == BlockConfig.rescale_above
     rescale = "" if usual else f" rescale {config.rescale_above:g}"
     return f"{tile} {config.producer_registers}/{config.consumer_registers}{ones}{rescale}"
 

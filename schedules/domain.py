@@ -1,15 +1,15 @@
 """Which KV tiles a Q tile visits, and in which section: the domain policies.
 
 Query row `i` sees the keys `j < hi(i)`. Over the rows of a Q tile, the KV tiles that every row sees whole are the
-body; those at the right edge, where some row's `hi` falls inside the tile, are masked. Tiles are visited from right
-to left, so that the masked stage also initialises the online softmax and the unmasked body follows it.
+body; those at the right edge, where some row's `hi` falls inside the tile, are masked. Tiles are visited from left to
+right: the first one is the row's only one, or whole, so that its weights say something about those to come.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from schedules import program
 
@@ -22,7 +22,7 @@ class Section(Enum):
 
 
 class Visits(NamedTuple):
-    """The KV tiles of one Q tile: `total` of them, from tile `total - 1` down to 0, the first `masked` in RIGHT."""
+    """The KV tiles of one Q tile: 0 to `total - 1`, the last `masked` of them in RIGHT."""
 
     total: int
     masked: int
@@ -30,9 +30,7 @@ class Visits(NamedTuple):
 
 @dataclass(frozen=True)
 class Dense:
-    """Every query sees every key. One masked tile, the tail, whose length is a run-time number."""
-
-    second: ClassVar[Section] = Section.BODY  # whose code serves the second tile that is visited
+    """Every query sees every key. One tile at most is masked, the tail, whose length is a run-time number."""
 
     tile_m: int
     tile_n: int
@@ -44,14 +42,13 @@ class Dense:
     @program.jit
     def visits(self, q_tile: int, seqlen_q: int, seqlen_k: int) -> Visits:
         """At least one tile is visited, so that an empty row still meets the whole pipeline and comes out as zero."""
-        return Visits(total=max(1, (seqlen_k + self.tile_n - 1) // self.tile_n), masked=1)
+        total = max(1, (seqlen_k + self.tile_n - 1) // self.tile_n)
+        return Visits(total=total, masked=total - seqlen_k // self.tile_n)
 
 
 @dataclass(frozen=True)
 class Causal:
     """Query `i` sees the keys up to `i + seqlen_k - seqlen_q`: causal, aligned at the bottom right."""
-
-    second: ClassVar[Section] = Section.RIGHT
 
     tile_m: int
     tile_n: int
@@ -68,7 +65,7 @@ class Causal:
         seen = max(0, self.hi(last, seqlen_q, seqlen_k))
         whole = max(0, self.hi(first, seqlen_q, seqlen_k)) // self.tile_n
         total = max(1, (seen + self.tile_n - 1) // self.tile_n)
-        return Visits(total=total, masked=max(1, total - whole))
+        return Visits(total=total, masked=max(0, total - whole))
 
 
 DOMAINS: dict[str, type[Dense] | type[Causal]] = {"dense": Dense, "causal": Causal}

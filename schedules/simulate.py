@@ -28,7 +28,7 @@ AnyRing = TypeVar("AnyRing", bound=NumpyRing)
 # Small problems in milliseconds.
 SMALL = BlockConfig(16, tile_n=16, stages=2, q_stages=2, consumers=2, producer_registers=24, consumer_registers=240)
 
-LIMIT = 1  # log2: what no weight of an optimistic role may pass, as in bfloat16
+LIMIT = 1  # log2: what no weight of an optimistic role should reach
 
 # Nominal times for the "steady" policy, of 64 queries and a 128 x 128 tile, in units of 64 cycles of an H100: an MMA is
 # 2 * 64 * 128 * 128 operations at 4096 a cycle, as long as its 64 * 128 exponentials at 16 a cycle.
@@ -39,6 +39,7 @@ COSTS = {
     "row_max": 3,
     "exponents": 8,
     "pack_p": 1,
+    "foresee": 1,
     "mend": 1,
     "rescale": 2,
     "normalise": 2,
@@ -93,14 +94,13 @@ class NumpyAttend(Attend):
         self.index = index
         self.mma = Wgmma(cta.machine)
         self.optimistic = config.ones > 0
-        self.second = cta.domain.second
-        self.headroom = config.rescale_above - LIMIT if self.optimistic else 0
         self.s, self.p, self.o = (
             Buffer(name, np.full((cta.rows, columns), math.nan), Fence.WGMMA)
             for name, columns in (("S", config.tile_n), ("P", config.tile_n), ("O", config.head_dim + config.ones))
         )
         self.weights = Buffer("the weights", self.s.data.copy(), Fence.WGMMA) if self.optimistic else self.s
-        self.reference, self.grown, self.row_sum, self.limit = np.zeros((4, cta.rows, 1))
+        self.reference, self.grown, self.row_sum = np.zeros((3, cta.rows, 1))
+        self.excess = np.zeros(1)  # steps that weights were lowered by and need not have been
         self.stores: list[Flight] = []
         self.seen: defaultdict[tuple[str, object], list[int | None]] = defaultdict(list)
 
@@ -124,7 +124,7 @@ class NumpyAttend(Attend):
         self.machine.op("start")
         self.machine.touch(reads=[self.s], writes=[self.o])
         self.o.data[:] = 0
-        self.reference[:], self.row_sum[:] = np.fmax(self.needed(), FLOOR), 0
+        self.reference[:], self.row_sum[:], self.excess[:] = np.fmax(self.needed(), FLOOR), 0, 0
 
     def fence(self) -> None:
         self.machine.op("fence")
@@ -151,7 +151,7 @@ class NumpyAttend(Attend):
         v = self.v.read(slot)
         if (self.p.tile, self.p.work) != (v.tile, v.work):
             self.machine.fail(TileError, f"P is of tile {self.p.tile} of {self.p.work}, V of {v.work}")
-        limit = LIMIT if self.optimistic else self.config.rescale_above
+        limit = LIMIT + 1 if self.optimistic else self.config.rescale_above  # mended ones are under 4
         if (self.p.data > 2.0**limit).any():
             self.machine.fail(RangeError, f"a weight is {self.p.data.max()}, more than 2^{limit}")
 
@@ -180,7 +180,7 @@ class NumpyAttend(Attend):
     def needed(self) -> np.ndarray:
         """The references that the rows would get for the present tile."""
         found = np.fmax.reduce(self.s.data, axis=1, keepdims=True)  # NaN is no maximum, as in PTX
-        return found * self.tensors.scale_log2 + self.headroom
+        return found * self.tensors.scale_log2 - (LIMIT if self.optimistic else 0)
 
     def row_max(self) -> bool:
         self.machine.op("row_max", self.s.tile)
@@ -199,16 +199,12 @@ class NumpyAttend(Attend):
         self.reference[:] = self.grown
         self.row_sum[:] *= shrink
         self.o.data *= shrink
-        if self.optimistic:
-            self.set_limits()
 
     def exponents(self, tile: int) -> None:
         self.machine.op("exponents", tile)
         self.machine.touch(reads=[self.s], writes=[self.weights])
         if self.s.tile != tile:
             self.machine.fail(TileError, f"S is of tile {self.s.tile}")
-        if self.optimistic and len(self.seen["QK", self.s.work]) == 2 and (self.needed() > self.reference).any():
-            self.machine.fail(RangeError, "the maxima of the second tile do not count")
         self.weights.data[:] = np.exp2(self.s.data * self.tensors.scale_log2 - self.reference)
         self.weights.tile, self.weights.work = self.s.tile, self.s.work
         if not self.optimistic:
@@ -220,25 +216,46 @@ class NumpyAttend(Attend):
         self.p.data[:] = self.weights.data
         self.p.tile, self.p.work = self.weights.tile, self.weights.work
 
+    def foresee(self, tiles: int) -> None:
+        self.machine.op("foresee", self.p.tile)
+        self.machine.touch(reads=[self.weights], writes=[self.p])
+        work = self.p.work
+        if self.p.tile != 0 or not isinstance(work, Work) or tiles != self.cta.visits(work).total:
+            self.machine.fail(TileError, f"P is of tile {self.p.tile}, of {tiles} tiles; the first of all is needed")
+        total = self.weights.data.sum(axis=1, keepdims=True)
+        self.lower(self.steps(2.0**LIMIT, 2.0**LIMIT + (total - 2.0**LIMIT) * tiles))
+
+    def steps(self, top: np.ndarray | float, total: np.ndarray) -> np.ndarray:
+        """See `fmha.kernels.sm90.forward`. An adversary takes one more at times, and numbers stay the same."""
+        most = np.fmax(np.fmax(total * (1.5 * LARGE_PART), top), 2.0**LIMIT)
+        finite = np.where(np.isfinite(most), most, 2.0**LIMIT)
+        excess = self.perhaps(np.False_)
+        self.excess[:] += excess
+        return np.floor(np.log2(finite)) - LIMIT + excess
+
+    def lower(self, steps: np.ndarray) -> None:
+        self.reference[:] += steps
+        self.p.data *= np.exp2(-steps)
+
     def outgrown(self) -> bool:
         self.machine.op("outgrown", self.p.tile)
-        self.machine.touch(reads=[self.weights])
-        return self.perhaps((self.weights.data.max(axis=1, keepdims=True) > self.limit).any())
-
-    def set_limits(self) -> None:
-        self.machine.touch(reads=[self.o])
-        self.limit[:] = np.fmin(self.o.data[:, -1:] * LARGE_PART, 2.0**LIMIT)
+        self.machine.touch(reads=[self.p])
+        return self.perhaps((self.p.data >= 2.0**LIMIT).any())
 
     def mend(self, tile: int) -> None:
-        """Nothing is rounded here, so that every weight is exact already."""
+        """Nothing is rounded here, so that every weight is exact already; and a float64 has exponents enough, so that
+        it is left to chance whether the weights are computed anew."""
         self.machine.op("mend", tile)
-        self.set_limits()
-        self.machine.touch(writes=[self.o])
-        if self.perhaps((self.weights.data >= 2.0**LIMIT).any()):
+        self.machine.touch(reads=[self.s, self.o], writes=[self.p, self.o])
+        if self.perhaps(np.False_):
             self.row_max()
             self.rescale()
             self.exponents(tile)
             self.pack_p()
+        else:
+            steps = self.steps(self.p.data.max(axis=1, keepdims=True), self.o.data[:, -1:])
+            self.lower(steps)
+            self.o.data *= np.exp2(-steps)
 
     def normalise(self, work: Work) -> None:
         self.machine.op("normalise")
@@ -250,7 +267,8 @@ class NumpyAttend(Attend):
                 self.machine.fail(TileError, f"{mma} visited the tiles {tiles}, not each of 0 to {total - 1} once")
         blind = self.limits(work) <= 0
         row_sum = self.o.data[:, -1:].copy() if self.optimistic else self.row_sum
-        least = 2.0**-self.headroom * (1 - 1e-9)
+        # A first maximum weighs 1; or it weighs 2, and a row is lowered no further than a sum of 2 over all tiles.
+        least = (2 / total if self.optimistic else 1) * 2.0 ** -self.excess[0] * (1 - 1e-9)
         if (row_sum < least)[~blind].any():
             self.machine.fail(RangeError, f"the weights of a row add up to {row_sum[~blind].min()}, less than {least}")
         self.o.data[:] = np.where(blind, 0, self.o.data / row_sum)

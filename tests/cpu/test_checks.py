@@ -23,39 +23,67 @@ RESCALE_ABOVE = rivals(128, "sm_90a", lse=True)[0].config.rescale_above  # log2
 
 
 def flash(q, k, v, *, causal=False, scale=None, out=None, return_lse=False, visible=None):
-    """A kernel's arithmetic on the CPU: float32 accumulators, P rounded to 16 bits, base 2, right to left in tiles,
-    rescaled only where a row maximum grew by more than a threshold. Without an LSE the row sums are of the rounded P,
-    the threshold is as wide as the dtype allows, the second tile counts for the references, and after it a weight that
-    is a large part of its row's sum is exact against the tiles before."""
-    optimistic = not return_lse
-    threshold = softmax.RESCALE_ABOVE[ELEMENT[q.dtype]] if optimistic else RESCALE_ABOVE
-    headroom = threshold - softmax.LIMIT[ELEMENT[q.dtype]] if optimistic else 0.0
+    """A kernel's arithmetic on the CPU: float32 accumulators, P rounded to 16 bits, base 2, tile after tile. With an
+    LSE the row sums are of the weights before they are rounded, and rows are rescaled only where their maximum grew by
+    more than a threshold. Without, they are of the rounded ones, and after the first tile only the weights say whether
+    a row's reference must move."""
+    attend = _with_lse if return_lse else _optimistic
     scale = (q.shape[3] ** -0.5 if scale is None else scale) * math.log2(math.e)
     group = q.shape[2] // k.shape[2]
     queries = q.float().transpose(1, 2)
     keys, values = (x.float().transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))
     seen = (visible or reference.visibility(q.shape[1], k.shape[1], causal))(torch.arange(q.shape[1]))
-    maximum = torch.full((*queries.shape[:3], 1), FLOOR)
-    total, acc = torch.zeros_like(maximum), torch.zeros_like(queries)
-    for nth, start in enumerate(reversed(range(0, k.shape[1], TILE_N))):
+    tiles = []
+    for start in range(0, k.shape[1], TILE_N):
         tile = slice(start, min(start + TILE_N, k.shape[1]))
         scores = (queries @ keys[:, :, tile].mT).masked_fill(~seen[:, tile], -math.inf)
-        found = torch.maximum(scores.amax(-1, keepdim=True) * scale + headroom, maximum)
-        grown = torch.where(found > maximum + (0.0 if optimistic and nth < 2 else threshold), found, maximum)
-        shrink = torch.exp2(maximum - grown)
-        p = torch.exp2(scores * scale - grown)
-        rounded = p.to(q.dtype).float()
-        added = (rounded if optimistic else p).sum(-1, keepdim=True)
-        if optimistic and nth > 1:
-            top = p.amax(-1, keepdim=True)
-            exact = torch.where(top > total * shrink * LARGE_PART, top.to(q.dtype).float() / top, 1.0)
-            shrink, grown = shrink * exact, grown - exact.log2()
-        total, acc, maximum = total * shrink + added, acc * shrink + rounded @ values[:, :, tile], grown
+        tiles.append((scores * scale, values[:, :, tile]))
+    nothing = torch.zeros_like(queries), torch.zeros_like(queries[..., :1]), torch.tensor(FLOOR)
+    acc, total, maximum = attend(tiles, q.dtype) if tiles else nothing
     blind = ~seen.any(-1)
     result = (acc / total).masked_fill(blind[:, None], 0.0).transpose(1, 2).to(q.dtype)
     lse = ((maximum + total.log2()) * math.log(2.0)).masked_fill(blind[:, None], -math.inf).squeeze(-1)
     out = result if out is None else out.copy_(result)
     return (out, lse) if return_lse else out
+
+
+def _with_lse(tiles, dtype):
+    maximum, total, acc = FLOOR, 0.0, 0.0
+    for scores, values in tiles:
+        found = scores.amax(-1, keepdim=True).clamp(min=FLOOR)
+        grown = torch.where(found > maximum + RESCALE_ABOVE, found, maximum)
+        shrink, p = torch.exp2(maximum - grown), torch.exp2(scores - grown)
+        total = total * shrink + p.sum(-1, keepdim=True)
+        acc, maximum = acc * shrink + p.to(dtype).float() @ values, grown
+    return acc, total, maximum
+
+
+def _optimistic(tiles, dtype):
+    limit, most = 2.0**softmax.LIMIT, 2.0 ** softmax.MOST[ELEMENT[dtype]]
+    scores = tiles[0][0]
+    reference = (scores.amax(-1, keepdim=True) - softmax.LIMIT).clamp(min=FLOOR)
+    first = torch.exp2(scores - reference).sum(-1, keepdim=True)
+    reference = reference + _steps(limit + (first - limit) * len(tiles), torch.full_like(first, limit))
+    total, acc = torch.zeros_like(first), 0.0
+    for nth, (scores, values) in enumerate(tiles):
+        weights = torch.exp2(scores - reference)
+        p, factor, top = weights.to(dtype).float(), torch.ones_like(total), weights.amax(-1, keepdim=True)
+        if nth > 0:
+            mends = top.to(dtype) >= limit
+            steps = torch.where(mends, _steps(total, top), 0.0)
+            exact = torch.where(mends & (top > total * LARGE_PART), top.to(dtype).float() / top, 1.0)
+            anew = scores.amax(-1, keepdim=True) - softmax.LIMIT
+            p = torch.where(top > most, torch.exp2(scores - anew).to(dtype).float(), p * torch.exp2(-steps))
+            factor = torch.where(top > most, torch.exp2(reference - anew), exact * torch.exp2(-steps))
+            reference = torch.where(top > most, anew, reference + steps - exact.log2())
+        acc, total = acc * factor + p @ values, total * factor + p.sum(-1, keepdim=True)
+    return acc, total, reference
+
+
+def _steps(total, top):
+    """Powers of two that a row's weights must go down."""
+    most = torch.maximum(total * (1.5 * LARGE_PART), top).clamp(min=2.0**softmax.LIMIT)
+    return most.log2().floor() - softmax.LIMIT
 
 
 QUICK = [case for case in CASES if case.batch * case.heads_q * case.seqlen_q * case.seqlen_k < 2**17]

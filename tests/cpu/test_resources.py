@@ -41,18 +41,17 @@ def test_a_variant_compiles_to_what_the_table_allows(name: str, committed: dict[
     measured = resources.measure([name])[name]
     assert resources.objections(name, measured, committed.get(name), config) == []
     # What the reader of the machine code should find in any forward kernel: two MMAs, of tile_n and head_dim columns,
-    # 16 deep, an exponential and an FMA a score and half a conversion; half a maximum (of three operands), or a maximum
-    # and an addition.
+    # 16 deep, an exponential and an FMA a score and half a conversion; and without ones, a maximum and an addition.
     scores = config.tile_n // 2
     assert measured.body_kinds["mma"] == config.head_dim // 16 + config.tile_n // 16
     assert measured.body_kinds["ex2"] == scores
     assert measured.body_kinds["convert"] == scores // 2
     if config.ones:
-        assert (measured.body_kinds["max"], measured.body_kinds["fma"]) == (scores // 2, scores)
+        assert measured.body_kinds.get("max", 0) <= 1 and measured.body_kinds["fma"] == scores
     else:
-        assert scores <= measured.body_kinds["max"] <= scores + 4
+        assert scores <= measured.body_kinds["max"] <= scores + 8
         assert 2 * scores <= measured.body_kinds["fma"] <= 2 * scores + 4
-    assert len(measured.masked) == (problem.mask == "causal")
+    assert len(measured.masked) == 1
     assert all(masked > measured.body + scores for masked in measured.masked)  # a select a score, and its compare
 
 

@@ -21,7 +21,6 @@ from schedules.work import Work, work_of
 from tests.cpu.simulation import (
     ADVERSARIES,
     Problem,
-    WrongNumbers,
     attention,
     broken,
     broken_rings,
@@ -108,17 +107,43 @@ def rescales(problem: Problem, policy: str, seed: int = 0) -> int:
 
 
 def test_the_threshold_decides_who_rescales():
-    """Without an adversary: at every new maximum, or never; an optimistic role in the second tile. An infinite headroom
-    leaves no weights."""
+    """Without an adversary: at every new maximum, or never."""
 
-    def steady(rescale_above: float, ones: int = 0) -> int:
-        config = small(consumers=1, rescale_above=rescale_above, ones=ones)
+    def steady(rescale_above: float) -> int:
+        config = small(consumers=1, rescale_above=rescale_above)
         return rescales(Problem(16, 160, spread=1.0, config=config), "steady")
 
-    assert steady(0.0) > 3 and steady(1.0, ones=8) > 1
-    assert steady(8.0) == 0 and steady(64.0, ones=8) == 1
-    with pytest.raises(WrongNumbers), np.errstate(invalid="ignore"):
-        steady(math.inf, ones=8)
+    assert steady(0.0) > 3 and steady(8.0) == 0
+
+
+def mends(spread: float) -> int:
+    """Tiles that an optimistic role mends, without an adversary."""
+    config = small(consumers=1, ones=8)
+    trace = run(Problem(16, 160, spread=spread, config=config), policy="steady").trace
+    return sum(event.what == "mend" for event in trace)
+
+
+def test_an_optimistic_role_mends_what_it_could_not_foresee():
+    """The sharper the scores, the more of their row's sum is in a few weights."""
+    assert [mends(spread) for spread in (0.1, 0.3)] == [0, 0] and 0 < mends(3.0) <= mends(8.0) <= 9
+
+
+def test_what_is_foreseen_counts_the_tiles():
+    """Of one tile more than there are, or of one that is not the first."""
+
+    class Miscounts(NumpyAttend):
+        def foresee(self, tiles: int) -> None:
+            super().foresee(tiles + 1)
+
+    class ForeseesLate(NumpyAttend):
+        def pack_p(self) -> None:
+            super().pack_p()
+            if self.p.tile == 1:
+                self.foresee(self.visits(self.p.work).total)
+
+    for role, message in ((Miscounts, "of tile 0, of 11 tiles"), (ForeseesLate, "of tile 1")):
+        with pytest.raises(TileError, match=f"foresee.*P is {message}"):
+            run(Problem(16, 160, config=small(consumers=1, ones=8)), cta=broken(ATTEND=role))
 
 
 def test_weights_out_of_range_are_noticed():
@@ -133,10 +158,12 @@ def test_weights_out_of_range_are_noticed():
             super().start()
             NumpyAttend.mask(self, self.s.work, self.s.tile)
 
-        mask = nothing  # here no tile but the first of a work tile is masked
+        def mask(self, work: Work, tile: int) -> None:
+            if tile > 0:
+                super().mask(work, tile)
 
-    optimist = small(consumers=1, ones=8, rescale_above=2.0)
-    with pytest.raises(RangeError, match=r"issue PV .*a weight is .*, more than 2\^1"):
+    optimist = small(consumers=1, ones=8)
+    with pytest.raises(RangeError, match=r"issue PV .*a weight is .*, more than 2\^2"):
         run(Problem(16, 160, config=optimist), policy="steady", cta=broken(ATTEND=Trusts))
     for config in (optimist, small(consumers=1)):
         with pytest.raises(RangeError, match="the weights of a row add up to .*, less than"):
@@ -328,35 +355,35 @@ BROKEN = {
     "no fence before the first MMA": (
         without("fence"),
         Hazard,
-        r"attend\d: issue QK K\[0\], tile 5, step \d+: QK uses S, touched without wgmma.fence since",
+        r"attend\d: issue QK K\[0\], tile 0, step \d+: QK uses S, touched without wgmma.fence since",
     ),
     "scores read under their MMA": (
         broken(ATTEND=ReadsScoresEarly),
         Hazard,
-        r"attend\d: exponents, tile 5, .*writes S while QK of tile 5 by attend\d is in flight",
+        r"attend\d: exponents, tile 0, .*writes S while QK of tile 0 by attend\d is in flight",
     ),
     "P overwritten under its MMA": (
         broken(ATTEND=OverwritesP),
         Hazard,
         r"attend\d: pack_p, tile \d, .*writes P while PV of tile \d by attend\d is in flight",
     ),
-    "O rescaled under its MMA": (broken(ATTEND=RescalesEarly), Hazard, r"rescale.*writes O while PV of tile 5"),
+    "O rescaled under its MMA": (broken(ATTEND=RescalesEarly), Hazard, r"rescale.*writes O while PV of tile 0"),
     "MMAs never retired": (
         without("retire"),
         Hazard,
-        r"attend\d: release K\[0\], tile 5, .*releases K\[0\] while QK of tile 5 by attend\d is in flight",
+        r"attend\d: release K\[0\], tile 0, .*releases K\[0\] while QK of tile 0 by attend\d is in flight",
     ),
-    "MMAs retired one group late": (broken(ATTEND=RetiresOneTooFew), Hazard, r"releases K\[0\] while QK of tile 5"),
-    "MMAs never committed": (without("commit"), Hazard, r"releases K\[0\] while QK of tile 5"),
+    "MMAs retired one group late": (broken(ATTEND=RetiresOneTooFew), Hazard, r"releases K\[0\] while QK of tile 0"),
+    "MMAs never committed": (without("commit"), Hazard, r"releases K\[0\] while QK of tile 0"),
     "K released before its MMA has retired": (
         broken(ATTEND=ReleasesEarly),
         Hazard,
-        r"attend\d: release K\[0\], tile 5, .*while QK of tile 5 by attend\d is in flight",
+        r"attend\d: release K\[0\], tile 0, .*while QK of tile 0 by attend\d is in flight",
     ),
     "O staged over queries in use": (
         broken(ATTEND=StagesOverQueriesInUse),
         Hazard,
-        r"stage_o, tile 5, .*writes the staged O while QK of tile 5 by attend\d is in flight",
+        r"stage_o, tile 0, .*writes the staged O while QK of tile 0 by attend\d is in flight",
     ),
     "O staged where there is no slot": (broken(ATTEND=StagesBesideItsQueries), Hazard, r"use Q\[7\].*stages 0 to 1"),
     "O stored before it is published": (
@@ -387,9 +414,9 @@ BROKEN = {
     "a slot read after its release": (
         broken(ATTEND=ReadsAfterRelease),
         Hazard,
-        r"attend\d: issue PV V\[1\], tile 0, .*uses V\[1\] without having waited for it, or after releasing it",
+        r"attend\d: issue PV V\[1\], tile 5, .*uses V\[1\] without having waited for it, or after releasing it",
     ),
-    "two copies into one slot": (twice("load"), Hazard, r"load: issue load K\[0\], tile 5, .*refills K\[0\]"),
+    "two copies into one slot": (twice("load"), Hazard, r"load: issue load K\[0\], tile 0, .*refills K\[0\]"),
     "a slot released twice": (twice("release"), CountError, r"attend\d: release K\[0\].*K\[0\] without holding it"),
     "a slot never released": (
         broken_rings(release=nothing),
@@ -405,7 +432,7 @@ BROKEN = {
     "too many bytes announced": (
         miscounted(slot_bytes=1024),
         CountError,
-        r"load: commit K\[0\], tile 5, .*K\[0\]: 1536 bytes announced, 512 copied",
+        r"load: commit K\[0\], tile 0, .*K\[0\]: 1536 bytes announced, 512 copied",
     ),
     "no work tile beside Q": (
         broken(WORK_RING=type("Silent", (NumpyWorkRing,), {"post": nothing})),
@@ -415,17 +442,17 @@ BROKEN = {
     "K of another head": (
         broken_rings(load=load_of_another),
         TileError,
-        r"issue QK K\[0\], tile 5, .*Q is of Work\(q_tile=0, head=(\d).*K of Work\(q_tile=0, head=(?!\1)",
+        r"issue QK K\[0\], tile 0, .*Q is of Work\(q_tile=0, head=(\d).*K of Work\(q_tile=0, head=(?!\1)",
     ),
-    "a tile too few": (visiting(-1), TileError, r"normalise, .*QK visited the tiles \[4, 3, 2, 1, 0\], not each of 0"),
+    "a tile too few": (visiting(-1), TileError, r"normalise, .*QK visited the tiles \[0, 1, 2, 3, 4\], not each of 0"),
     "a tile too many": (visiting(1), TileError, r"load: issue load K\[0\], tile 6, .*K has tiles 0 to 5"),
     "S of another tile": (broken(ATTEND=NamesTheWrongTile), TileError, r"mask, tile 4, .*S is of tile 5"),
     "weights of another tile": (
         broken(ATTEND=ExponentiatesTheWrongTile),
         TileError,
-        r"exponents, tile 4, .*S is of tile 5",
+        r"exponents, tile 0, .*S is of tile 1",
     ),
-    "P of another tile": (without("pack_p"), TileError, r"issue PV V\[0\], tile 5, .*P is of tile None"),
+    "P of another tile": (without("pack_p"), TileError, r"issue PV V\[0\], tile 0, .*P is of tile None"),
     "an output stored twice": (
         broken(ATTEND=StoresTwice),
         CountError,
@@ -452,7 +479,7 @@ BROKEN = {
     "tiles that never come": (
         broken(LOAD=LoadsOnlyTheFirst),
         Deadlock,
-        r"attend\d: wait K\[1\], tile 5 \(K\[1\] full, phase 0: 1 arrivals and 0 bytes to come\)",
+        r"attend\d: wait K\[1\], tile 0 \(K\[1\] full, phase 0: 1 arrivals and 0 bytes to come\)",
     ),
 }
 

@@ -52,7 +52,7 @@ def test_the_grid_fits_the_chip_with_rings_as_deep_as_they_go(head_dim: int) -> 
     for config in found:
         assert config.check(CHIPS[ARCH]) is None and config.head_dim == head_dim
         assert 2 <= config.stages <= 4 and config.q_stages in (1, 2)
-        assert (config.ones, config.rescale_above) == ((0, 2.0) if head_dim == 256 else (8, 32.0))
+        assert config.ones == (0 if head_dim == 256 else 8)
         deeper = replace(config, stages=config.stages + 1)
         assert config.stages == 4 or deeper.check(CHIPS[ARCH]) is not None
     shapes = {(config.consumers, config.tile_n, config.q_stages) for config in found}
@@ -108,7 +108,7 @@ def test_the_most_promising_come_first() -> None:
 def test_labels_tell_configs_apart() -> None:
     base = choose(128, ARCH)
     assert tune.label(base) == "d128 128x128 kv2 q2 24/240 ones 8"
-    assert tune.label(replace(base, ones=0, rescale_above=2.0)) == "d128 128x128 kv2 q2 24/240"
+    assert tune.label(replace(base, ones=0)) == "d128 128x128 kv2 q2 24/240"
     for name in (field.name for field in dataclasses.fields(BlockConfig)):
         assert tune.label(replace(base, **{name: getattr(base, name) + 1})) != tune.label(base), name
 

@@ -89,7 +89,7 @@ def test_a_call_that_wants_lses_gets_no_entry_that_writes_none(path):
     tuned.write(ENTRY)
     wanting = replace(EXTENT, lse=True)
     assert OTHER.ones and picked(extent=wanting).config == choose(64, ARCH, wanting)
-    exact = replace(OTHER, ones=0, rescale_above=2.0)
+    exact = replace(OTHER, ones=0)
     tuned.write(Entry(CALL, exact))
     tuned.forget()
     assert picked(extent=wanting).config == exact == picked().config
@@ -247,7 +247,7 @@ def test_a_damaged_entry_is_named_and_ignored_and_the_others_are_not(path, caugh
 def test_what_a_config_may_leave_out_and_how_its_numbers_are_read(path, caught):
     shorter = {name: value for name, value in CONFIG.items() if name not in ("ones", "rescale_above")}
     put(path, {**GOOD, "config": shorter})
-    assert picked().config == replace(OTHER, ones=0, rescale_above=2.0)
+    assert picked().config == replace(OTHER, ones=0)
     put(path, {**GOOD, "config": {**CONFIG, "rescale_above": 4}, "measured": None})
     assert repr(picked().config.rescale_above) == "4.0"  # as the cache writes it: 4 would be another kernel
     assert not caught

@@ -72,9 +72,9 @@ class WgmmaAttend(Attend):
     """A consumer warpgroup. Register tensors: `s` (64 x tile_n), `weights` likewise, `p` in pairs, `o` (64 x head_dim,
     and behind it the row sums, where the PV MMA makes them), `reference` and `row_sum`.
 
-    An optimistic one takes the references that it finds, and then looks at the weights. One past the limit of its dtype
-    makes it do the tile again. And one that is a large part of its row's sum should not be rounded as P rounds it:
-    where references are maxima the largest is 1, exactly, and the error half as large.
+    An optimistic one takes the references that it finds, and then looks at the highest exponent bits of P. That they
+    are set should be rare, and yet no weight that is a large part of its row's sum should be without: rounded as P
+    rounds it, it makes the error twice as large as where references are maxima and the largest weight is 1, exactly.
     """
 
     def __init__(self, kernel, rings, turn, operands, store, lengths, scale_log2, warpgroup_index) -> None:
@@ -95,15 +95,11 @@ class WgmmaAttend(Attend):
         self.o = cute.make_rmem_tensor((config.head_dim + config.ones) // 2, Float32)
         self.p = cute.make_rmem_tensor(config.tile_n // 4, Int32)
         self.optimistic = config.ones > 0
-        self.second = self.domain.second
         self.weights = cute.make_rmem_tensor(config.tile_n // 2, Float32) if self.optimistic else self.s
         self.reference = cute.make_rmem_tensor(softmax.ROWS, Float32)  # log2, scaled
         self.grown = cute.make_rmem_tensor(softmax.ROWS, Float32)  # the same, this tile included
         self.row_sum = cute.make_rmem_tensor(softmax.ROWS, Float32)  # of this thread's columns
         self.top = cute.make_rmem_tensor(softmax.ROWS, Float32)  # this thread's largest weight of a row in the tile
-        self.limit = cute.make_rmem_tensor(softmax.ROWS, Float32)  # past which a weight is mended
-        self.most = 2.0 ** softmax.LIMIT[kernel.dtype]
-        self.threshold = min(config.rescale_above, softmax.RESCALE_ABOVE[kernel.dtype])
 
     def row(self, work: Work, r: int) -> Int32:
         """The query that row `r` of this thread is."""
@@ -144,16 +140,19 @@ class WgmmaAttend(Attend):
         softmax.mask_right(self.s, limits, self.lane)
 
     def needed(self, r: int) -> Float32:
-        """The reference that a row would get for the present tile. With the headroom of an optimistic role all weights
-        stay below their limit until the maximum has grown by the threshold."""
-        found = softmax.quad_reduce(softmax.row_reduce(self.s, r, cute.arch.fmax), cute.arch.fmax) * self.scale_log2
-        return found + (self.threshold - softmax.LIMIT[self.kernel.dtype]) if self.optimistic else found
+        """The reference that a row would get for the present tile."""
+        found = softmax.quad_reduce(self.largest_score(r), cute.arch.fmax) * self.scale_log2
+        return found - softmax.LIMIT if self.optimistic else found
+
+    def largest_score(self, r: int) -> Float32:
+        """This thread's of a row."""
+        return softmax.row_reduce(self.s, r, cute.arch.fmax)
 
     def row_max(self) -> Boolean:
         grew = None
         for r in range(softmax.ROWS):
             self.grown[r] = cute.arch.fmax(self.needed(r), self.reference[r])
-            row_grew = self.grown[r] > self.reference[r] + self.threshold
+            row_grew = self.grown[r] > self.reference[r] + self.kernel.config.rescale_above
             grew = row_grew if grew is None else softmax.either(grew, row_grew)
         return cute.arch.vote_any_sync(grew)
 
@@ -162,11 +161,13 @@ class WgmmaAttend(Attend):
             shrink = cute.math.exp2(self.reference[r] - self.grown[r], fastmath=True)
             self.reference[r] = self.grown[r]
             self.row_sum[r] = self.row_sum[r] * shrink
-            for column in range(softmax.columns(self.o)):
-                at = softmax.element(r, column)
-                self.o[at] = self.o[at] * shrink
-        if self.optimistic:
-            self.set_limits()
+            self.scale_o(r, shrink)
+
+    def scale_o(self, r: int, factor: Float32) -> None:
+        """A row of O, and the row sum where it stands behind O."""
+        for column in range(softmax.columns(self.o)):
+            at = softmax.element(r, column)
+            self.o[at] = self.o[at] * factor
 
     def exponents(self, tile: int) -> None:
         for r in range(softmax.ROWS):
@@ -180,45 +181,59 @@ class WgmmaAttend(Attend):
     def pack_p(self) -> None:
         softmax.pack(self.weights, self.p, self.kernel.dtype)
 
+    def foresee(self, tiles: Int32) -> None:
+        """The largest weight, 2 here, is taken for an outlier: there may be no other one like it in the row."""
+        for r in range(softmax.ROWS):
+            total = softmax.quad_reduce(softmax.row_reduce(self.weights, r, softmax.add), softmax.add)
+            largest = 2.0**softmax.LIMIT
+            self.lower(r, self.steps(Float32(largest), largest + (total - largest) * Float32(tiles)))
+
+    def steps(self, top: Float32, total: Float32) -> Int32:
+        """How many powers of two a row's weights must go down until 2^LIMIT is about a large part of `total`, and `top`
+        is less than twice as much. `1.5` rounds to the nearest power."""
+        most = cute.arch.fmax(cute.arch.fmax(total * (1.5 * LARGE_PART), top), Float32(2.0**softmax.LIMIT))
+        _, bias = softmax.EXPONENT[self.kernel.dtype]
+        return cutlass.min(softmax.floor_log2(most) - softmax.LIMIT, Int32(bias - 1))
+
+    def lower(self, r: int, steps: Int32) -> None:
+        """The weights of a row in P, and with them the reference. Exact but for what float16 has no exponents for."""
+        self.reference[r] = self.reference[r] + Float32(steps)
+        factors = softmax.pair_of_powers_of_2(-steps, self.kernel.dtype)
+        for i in range(r, cute.size(self.p), softmax.ROWS):
+            self.p[i] = softmax.multiply_pair(self.p[i], factors, self.kernel.dtype)
+
     def outgrown(self) -> Boolean:
-        for r in range(softmax.ROWS):
-            self.top[r] = softmax.largest(self.weights, r)
-        return self.any_past_limit()
-
-    def any_past_limit(self) -> Boolean:
-        return cute.arch.vote_any_sync(softmax.either(*(self.top[r] > self.limit[r] for r in range(softmax.ROWS))))
-
-    def set_limits(self) -> None:
-        """From the present sums. That these have grown by the next tile makes for a second look, and no more."""
-        for r in range(softmax.ROWS):
-            self.limit[r] = cute.arch.fmin(self.total(r) * LARGE_PART, self.most)
+        return cute.arch.vote_any_sync(softmax.past_limit(self.p))
 
     @cute.jit
     def mend(self, tile: int):
-        self.set_limits()
-        if self.any_past_limit():
-            self.mend_rows(tile)
-
-    @cute.jit
-    def mend_rows(self, tile: int):
-        if cute.arch.vote_any_sync(cute.arch.fmax(self.top[0], self.top[1]) >= self.most):
+        for r in cutlass.range_constexpr(softmax.ROWS):
+            largest = self.largest_score(r) * self.scale_log2 - self.reference[r]
+            self.top[r] = cute.math.exp2(largest, fastmath=True)
+        if self.any_top(2.0 ** softmax.MOST[self.kernel.dtype], 0, 1):
             self.row_max()
             self.rescale()
             self.exponents(tile)
             self.pack_p()
         else:
             for r in cutlass.range_constexpr(softmax.ROWS):
-                self.make_exact(r)
+                if self.any_top(2.0**softmax.LIMIT, r):
+                    self.mend_row(r)
 
-    def make_exact(self, r: int) -> None:
-        """Against the tiles before, a large weight counts by what it was rounded to."""
-        top = softmax.quad_reduce(self.top[r], cute.arch.fmax)
+    def any_top(self, limit: float, *rows: int) -> Boolean:
+        """Whether a lane has a larger weight in these rows."""
+        tops = [self.top[r] for r in rows]
+        return cute.arch.vote_any_sync((cute.arch.fmax(*tops) if len(tops) > 1 else tops[0]) > limit)
+
+    def mend_row(self, r: int) -> None:
+        """O and the sum move by what the largest weight is rounded by, too, if that is a large part of the sum."""
+        top, total = softmax.quad_reduce(self.top[r], cute.arch.fmax), self.total(r)
         rounded = top.to(self.kernel.dtype).to(Float32)
-        ratio = softmax.select(top > self.limit[r], rounded * cute.arch.rcp_approx(top), Float32(1.0))
+        ratio = softmax.select(top > total * LARGE_PART, rounded * cute.arch.rcp_approx(top), Float32(1.0))
+        steps = self.steps(top, total)
+        self.lower(r, steps)
         self.reference[r] = self.reference[r] - cute.math.log2(ratio, fastmath=True)
-        for column in range(softmax.columns(self.o)):
-            at = softmax.element(r, column)
-            self.o[at] = self.o[at] * ratio
+        self.scale_o(r, ratio * softmax.power_of_2(-steps))
 
     def total(self, r: int) -> Float32:
         """The sum of a row."""

@@ -13,28 +13,37 @@ from cutlass import Boolean, Float32, Int32
 from cutlass._mlir.dialects import arith, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from schedules.tiling import MOST_RESCALED_ABOVE
-
 ROWS = 2  # per thread
 
-# For optimistic roles, in log2: what no weight may pass, so that it is seen when one does, and the most by which a row
-# maximum may grow until then. The largest weight of a row is thus 2^(LIMIT - RESCALE_ABOVE) or more, 2^95 and 2^13
-# times the smallest normal number, so that those which count keep their precision. bfloat16 could do with any limit; 2
-# keeps O as small as a plain softmax has it.
-LIMIT = {cutlass.BFloat16: 1, cutlass.Float16: 15}
-RESCALE_ABOVE = {cutlass.BFloat16: MOST_RESCALED_ABOVE, cutlass.Float16: 16.0}
+# For optimistic roles, in log2. From 2^1 on the highest exponent bit of bfloat16 and float16 is set, and of no smaller
+# number. Past MOST a weight may be infinite: float16 ends at 2^16, float32 at 2^128.
+LIMIT = 1
+LIMIT_BITS = 0x40004000  # of a pair
+MOST = {cutlass.BFloat16: 120, cutlass.Float16: 15}
+EXPONENT = {cutlass.BFloat16: (7, 127), cutlass.Float16: (10, 15)}  # where it begins, and its bias
+
+
+def pack_16bit(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
+    """Two floats as two 16-bit ones in a register, rounded to nearest even."""
+    return _pair(f"cvt.rn.{_PAIR[dtype]}.f32 $0, $1, $2;", "=r,f,f", Float32(high), Float32(low))
+
+
+def multiply_pair(a: Int32, b: Int32, dtype: type[cutlass.Numeric]) -> Int32:
+    """Two 16-bit floats by two."""
+    return _pair(f"mul.rn.{_PAIR[dtype]} $0, $1, $2;", "=r,r,r", Int32(a), Int32(b))
+
+
+_PAIR = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
 
 
 @dsl_user_op
-def pack_16bit(low: Float32, high: Float32, dtype: type[cutlass.Numeric], *, loc=None, ip=None) -> Int32:
-    """Two floats as two 16-bit ones in a register, rounded to nearest even."""
-    name = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
+def _pair(text: str, constraints: str, a: cutlass.Numeric, b: cutlass.Numeric, *, loc=None, ip=None) -> Int32:
     return Int32(
         llvm.inline_asm(
             T.i32(),
-            [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)],
-            f"cvt.rn.{name}.f32 $0, $1, $2;",
-            "=r,f,f",
+            [a.ir_value(loc=loc, ip=ip), b.ir_value(loc=loc, ip=ip)],
+            text,
+            constraints,
             has_side_effects=False,
             is_align_stack=False,
             asm_dialect=llvm.AsmDialect.AD_ATT,
@@ -50,21 +59,31 @@ def pack(source: cute.Tensor, target: cute.Tensor, dtype: type[cutlass.Numeric])
         target[i] = pack_16bit(source[2 * i], source[2 * i + 1], dtype)
 
 
-def largest(values: cute.Tensor, row: int) -> Float32:
-    """A thread's largest value of a row, none of which is negative: their bits are then in the same order, and Hopper
-    has a maximum of three integers (VIMNMX3). A NaN, positive as exponentials make it, is above all; no comparison
-    finds it to be past a limit, but then its row is NaN anyway."""
-    bits = cute.recast_tensor(values, Int32)
-    found = integer_max(bits[element(row, 0)], bits[element(row, 1)])
-    for column in range(2, columns(values), 2):
-        at = element(row, column)
-        found = integer_max(integer_max(found, bits[at]), bits[at + 1])
-    return as_float(found)
+def past_limit(pairs: cute.Tensor) -> Boolean:
+    """Whether any of P, none of which is negative, is 2^LIMIT or more, or NaN."""
+    seen = pairs[0]
+    for i in range(1, cute.size(pairs)):
+        seen = seen | pairs[i]
+    return (seen & Int32(LIMIT_BITS)) != 0
+
+
+def floor_log2(value: Float32) -> Int32:
+    """Of a normal number."""
+    return (as_bits(value) >> 23) - 127
+
+
+def power_of_2(exponent: Int32) -> Float32:
+    return as_float((exponent + 127) << 23)
+
+
+def pair_of_powers_of_2(exponent: Int32, dtype: type[cutlass.Numeric]) -> Int32:
+    start, bias = EXPONENT[dtype]
+    return ((exponent + bias) << start) * 0x10001
 
 
 @dsl_user_op
-def integer_max(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
-    return Int32(arith.maxsi(Int32(a).ir_value(loc=loc, ip=ip), Int32(b).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+def as_bits(value: Float32, *, loc=None, ip=None) -> Int32:
+    return Int32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
 @dsl_user_op

@@ -54,6 +54,7 @@ OPERATIONS = (  # at most 30: with more, IKET's events grow
     "rescale",
     "exponents",
     "pack_p",
+    "foresee",
     "mend",
     "normalise",
     "stage_o",
@@ -311,6 +312,11 @@ class RecordedAttend(WgmmaAttend):
     def pack_p(self) -> None:
         self.recorder.begin("pack_p")
         super().pack_p()
+        self.recorder.end()
+
+    def foresee(self, tiles: Int32) -> None:
+        self.recorder.begin("foresee")
+        super().foresee(tiles)
         self.recorder.end()
 
     def mend(self, tile: int) -> None:
