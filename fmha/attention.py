@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fmha.jit import launch, layout, library
+from fmha.jit.arguments import Layout, Sizes
 from fmha.jit.launch import PLANS, Answer, Blank, Launch, Plan
 from fmha.jit.library import pick
 from fmha.problem import Problem, Unsupported, supports
@@ -152,15 +153,20 @@ def _plan(
     if work_tiles > MAX_SIZE:
         raise Unsupported(f"{operands[0]}: {work_tiles} tiles of queries; up to {MAX_SIZE} are supported")
     kv_bytes_per_key = 2 * q.element_size() * k.shape[2] * k.shape[3] // q.shape[2]  # K and V, for one query head
+    group = head_group(causal, k.shape[1], kv_bytes_per_key, device.l2_bytes)
+    o = Layout(q.shape, layout.contiguous_strides(q.shape))
+    if out_in_place := out is not None and layout.in_place(out):
+        o = Layout.of(out)
     return Launch(
         answer,
         function=_kernel(problem, config, device.arch, q.device),
         scale_log2=scale_log2,
-        head_group=head_group(causal, k.shape[1], kv_bytes_per_key, device.l2_bytes),
+        head_group=group,
         work_tiles=work_tiles,
         multiprocessors=device.multiprocessors,
+        sizes=Sizes([*map(Layout.of, (q, k, v)), o], group, device.multiprocessors),
         inputs_in_place=layout.in_place(q) and layout.in_place(k) and layout.in_place(v),
-        out_in_place=out is not None and layout.in_place(out),
+        out_in_place=out_in_place,
     )
 
 

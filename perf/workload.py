@@ -57,8 +57,9 @@ class Kernel:
     def __call__(self) -> None:
         """One launch on the current stream."""
         plan = self.plan
-        counter = self.buffer.data_ptr(), self.base
-        self.function(*self.qkv, self.out, 0, plan.scale_log2, plan.head_group, *counter, plan.multiprocessors)
+        addresses = (tensor.data_ptr() for tensor in (*self.qkv, self.out))
+        stream = torch.cuda.current_stream(self.out.device).cuda_stream
+        self.function(plan.sizes.address, *addresses, 0, plan.scale_log2, self.buffer.data_ptr(), self.base, stream)
         self.base += plan.work_tiles
 
     def record(self) -> bytes:

@@ -28,8 +28,8 @@ _tracing = threading.Lock()  # the DSL traces into state of the whole process
 def compile_object(problem: Problem, config: BlockConfig, arch: str, *, recorder: str | None = None) -> bytes:
     """Compiles the kernel of (problem, config) for `arch` into an object file, the same bytes in every process.
 
-    Strides of q, k, v and o must be multiples of 8 elements and their bases of 16 bytes: the code relies on it, and
-    the launch function checks it. `recorder` names one of the architecture's `trace.KERNELS`, which record what their
+    Strides of q, k, v and o must be multiples of 8 elements and their bases of 16 bytes: the code relies on it.
+    `recorder` names one of the architecture's `trace.KERNELS`, which record what their
     roles do; such an object is for a profiler and never comes near the cache.
     """
     import cutlass.cute as cute
@@ -40,7 +40,7 @@ def compile_object(problem: Problem, config: BlockConfig, arch: str, *, recorder
         kernel_class.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
         kernel = kernel_class(_element_type(problem.dtype), problem.mask, config)
         options = f"--enable-tvm-ffi --gpu-arch {arch}" + (" iket" if recorder == "iket" else "")
-        cute.compile(kernel, *_abstract_arguments(problem), options=options).export_to_c(path, function_name=ENTRY)
+        cute.compile(kernel, *_abstract_arguments(), options=options).export_to_c(path, function_name=ENTRY)
         with open(path, "rb") as file:
             return file.read()
 
@@ -48,10 +48,10 @@ def compile_object(problem: Problem, config: BlockConfig, arch: str, *, recorder
 def load(object_file: bytes) -> Callable[..., None]:
     """The launch function of a compiled object, a `tvm_ffi.Function`.
 
-    It is called as `function(q, k, v, o, lse, scale_log2, head_group, counter, base, multiprocessors)`: q, k, v and o
-    are torch tensors or any others of the DLPack exchange API; lse is the address of a contiguous float32 [B, Hq, Sq],
-    or 0 for none; `fmha.jit.counter` says what counter (an address, too) and base are. It launches on the device of the
-    tensors, on that device's current stream.
+    It is called as `function(sizes, q, k, v, o, lse, scale_log2, counter, base, stream)`, all of them numbers: sizes is
+    the address of an array that `fmha.jit.arguments` makes; q, k, v and o are addresses on the current device,
+    multiples of 16 bytes; lse is that of a contiguous float32 [B, Hq, Sq], or 0 for none; `fmha.jit.counter` says what
+    counter (an address, too) and base are; stream is a cudaStream_t. None is checked: a plan is made of what has been.
     Bytes that are no such object raise whatever the DSL makes of them.
     """
     import cutlass.cute as cute
@@ -92,31 +92,13 @@ def _element_type(dtype: str) -> Any:
     return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
 
 
-def _abstract_arguments(problem: Problem) -> tuple[Any, ...]:
-    """Arguments of unknown sizes and strides: what they share by name, the launch function checks at every call."""
+def _abstract_arguments() -> tuple[Any, ...]:
+    """Of the launch function: any numbers of these types."""
     import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+    from cutlass.cute.runtime import make_fake_stream
 
-    batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim = (cute.sym_int() for _ in range(6))
-
-    def tokens(seqlen: Any, head_count: Any) -> Any:
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        shape = (batch, seqlen, head_count, head_dim)
-        return make_fake_tensor(_element_type(problem.dtype), shape, strides, assumed_align=16)
-
-    q, o = tokens(seqlen_q, heads), tokens(seqlen_q, heads)
-    k, v = tokens(seqlen_k, kv_heads), tokens(seqlen_k, kv_heads)
-    scalars = (
-        cutlass.Int64(0),  # lse, an address
-        cutlass.Float32(1.0),  # scale_log2
-        cutlass.Int32(1),  # head_group
-        cutlass.Int64(0),  # counter, an address
-        cutlass.Int32(0),  # base
-        cutlass.Int32(1),  # multiprocessors
-    )
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)  # the caller's current one, and no argument of the call
-    return q, k, v, o, *scalars, stream
+    addresses = [cutlass.Int64(0)] * 6  # sizes, q, k, v, o and lse
+    return *addresses, cutlass.Float32(1.0), cutlass.Int64(0), cutlass.Int32(0), make_fake_stream()
 
 
 @contextmanager

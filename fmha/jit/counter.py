@@ -16,11 +16,12 @@ import torch
 class Counter:
     """A counter, and what its value will be when the launches so far are done."""
 
-    __slots__ = ("address", "base", "value")
+    __slots__ = ("address", "base", "stream", "value")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: int) -> None:
+        self.stream = stream  # that its launches are on, a cudaStream_t
         self.value = torch.zeros(1, dtype=torch.int32, device=device)
-        self.address = self.value.data_ptr()  # a kernel takes this: a sixth tensor would cost the host half a us more
+        self.address = self.value.data_ptr()
         self.base = 0
 
     def advance(self, work_tiles: int) -> None:
@@ -41,8 +42,8 @@ def current(device: torch.device) -> Counter:
     stream = torch._C._cuda_getCurrentRawStream(index)
     # Stream 0, the default one, is never captured. The bare function, as torch.cuda's looks for a driver every time.
     if stream != 0 and torch._C._cuda_isCurrentStreamCapturing():
-        return Counter(device)
+        return Counter(device, stream)
     counter = _counters.get((index, stream))
     if counter is None:
-        counter = _counters[index, stream] = Counter(device)
+        counter = _counters[index, stream] = Counter(device, stream)
     return counter

@@ -1,8 +1,7 @@
 """From tensors to a running kernel: plans, which hold all of a call that its data pointers do not decide.
 
 A call looks its plan up by shapes, strides, dtypes, devices and options, so only a call with new ones is validated.
-The launch itself is one TVM-FFI call: it takes torch tensors as they are and launches on the current stream of their
-device.
+The launch itself is one TVM-FFI call, which takes numbers only: addresses, a stream, and where sizes and strides are.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fmha.jit import layout
+from fmha.jit.arguments import Layout, Sizes
 from fmha.jit.counter import LAUNCHING, Counter, current
 from fmha.jit.layout import ALIGNMENT
 from fmha.problem import Problem
@@ -62,6 +62,7 @@ class Launch:
     head_group: int
     work_tiles: int
     multiprocessors: int
+    sizes: Sizes  # where all tensors are used as they are, and outputs that the caller does not bring are contiguous
     inputs_in_place: bool  # the kernel can address q, k and v as they are, wherever they are aligned
     out_in_place: bool  # and the caller's `out`
 
@@ -73,27 +74,36 @@ class Launch:
                 return self(q, k, v, out)
         if out is not None:
             answer.refuse_overlap(q, k, v, out)
-        if not self.inputs_in_place or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+        sizes: Sizes | None = self.sizes
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if not self.inputs_in_place or (q_at | k_at | v_at) % ALIGNMENT:
             q, k, v = layout.addressable(q), layout.addressable(k), layout.addressable(v)
-        if out is not None and self.out_in_place and layout.aligned(out):
+            q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            sizes = None
+        if out is None or not self.out_in_place:
+            o = answer.new_output(q)
+        elif layout.aligned(out):
             o = out
         else:
             o = answer.new_output(q)
+            sizes = None
+        if sizes is None:
+            sizes = Sizes([Layout.of(x) for x in (q, k, v, o)], self.head_group, self.multiprocessors)
         lse = answer.new_lse() if answer.return_lse else None
-        lse_address = 0 if lse is None else lse.data_ptr()
+        lse_at = 0 if lse is None else lse.data_ptr()
         with LAUNCHING:
             counter = current(device)
             self.function(
-                q,
-                k,
-                v,
-                o,
-                lse_address,
+                sizes.address,
+                q_at,
+                k_at,
+                v_at,
+                o.data_ptr(),
+                lse_at,
                 self.scale_log2,
-                self.head_group,
                 counter.address,
                 counter.base,
-                self.multiprocessors,
+                counter.stream,
             )
             counter.advance(self.work_tiles)
         if out is not None and out is not o:
@@ -165,9 +175,11 @@ def touch(function: Callable[..., None], problem: Problem) -> None:
     """Launches a kernel for one query and one key on the current device: the driver loads its code at the first launch,
     which must not be one that a CUDA graph captures."""
     device = torch.device("cuda", torch.cuda.current_device())
-    q, k, v, o = torch.zeros((4, 1, 1, 1, problem.head_dim), dtype=getattr(torch, problem.dtype), device=device)
-    counter = Counter(device)
-    function(q, k, v, o, 0, 1.0, 1, counter.address, counter.base, 1)
+    tensors = torch.zeros((4, 1, 1, 1, problem.head_dim), dtype=getattr(torch, problem.dtype), device=device)
+    sizes = Sizes([Layout.of(tensor) for tensor in tensors], head_group=1, multiprocessors=1)
+    counter = Counter(device, torch.cuda.current_stream(device).cuda_stream)
+    addresses = (tensor.data_ptr() for tensor in tensors)
+    function(sizes.address, *addresses, 0, 1.0, counter.address, counter.base, counter.stream)
 
 
 def from_dlpack(name: str, array: Any) -> Tensor:

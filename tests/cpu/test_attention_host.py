@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fmha
-from fmha.jit import launch, layout, library
+from fmha.jit import arguments, launch, layout, library
 from fmha.jit.counter import Counter
 from fmha.problem import Problem, Unsupported
 from schedules.tiling import BlockConfig
@@ -22,6 +22,7 @@ attention_module = importlib.import_module("fmha.attention")  # the attribute of
 BF16, FP16 = torch.bfloat16, torch.float16
 L2_BYTES = 50 << 20
 MULTIPROCESSORS = 132
+STREAM = 5
 
 
 def oracle(q, k, v, causal=False, scale=None):
@@ -43,7 +44,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
-        self.counter = Counter(torch.device("cpu"))
+        self.counter = Counter(torch.device("cpu"), STREAM)
         self.problem: Problem | None = None
 
     def current(self, device) -> Counter:
@@ -55,15 +56,25 @@ class Kernel:
         self.problem, self.config = problem, config
         return self
 
-    def __call__(self, q, k, v, o, lse, scale_log2, head_group, count, base, multiprocessors):
-        for tensor in (q, k, v, o):
-            assert tensor.data_ptr() % 16 == 0 and tensor.stride(3) == 1
-            assert all(stride > 0 and stride % 8 == 0 for stride in tensor.stride()[:3])
-        assert q.shape == o.shape and k.shape == v.shape and q.dtype == k.dtype == v.dtype == o.dtype
-        assert type(lse) is int and type(scale_log2) is float and type(head_group) is type(base) is int
-        assert (
-            count == self.counter.value.data_ptr() and base == self.counter.base and multiprocessors == MULTIPROCESSORS
+    def tensor(self, name: str, address: int, numbers: dict[str, int]) -> torch.Tensor:
+        """What the launch function takes the address for."""
+        shape = [numbers[size] for size in arguments.SHAPES[name]]
+        strides = [numbers[f"{name} {mode}"] for mode in ("batch", "row", "head")] + [1]
+        assert address % 16 == 0 and all(
+            stride > 0 and stride % arguments.STRIDE_ELEMENTS == 0 for stride in strides[:3]
         )
+        reach = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        memory = (ctypes.c_int16 * reach).from_address(address)
+        return torch.frombuffer(memory, dtype=getattr(torch, self.problem.dtype)).as_strided(shape, strides)
+
+    def __call__(self, sizes, *rest):
+        q, k, v, o, lse, scale_log2, count, base, stream = rest
+        assert all(type(number) is int for number in (sizes, q, k, v, o, lse, count, base, stream))
+        assert type(scale_log2) is float and (count, base, stream) == (self.counter.address, self.counter.base, STREAM)
+        numbers = dict(zip(arguments.SIZES, (ctypes.c_int64 * len(arguments.SIZES)).from_address(sizes), strict=True))
+        assert numbers["multiprocessors"] == MULTIPROCESSORS
+        q, k, v, o = (self.tensor(name, at, numbers) for name, at in zip("qkvo", (q, k, v, o), strict=True))
+        head_group = numbers["head_group"]
         self.calls.append((q, k, v, o, lse, scale_log2, head_group))
         out, out_lse = oracle(q, k, v, self.problem.mask == "causal", scale_log2 / math.log2(math.e))
         o.copy_(out)
@@ -243,7 +254,7 @@ def test_out_is_written_in_place_and_returned(kernel):
     q, k, v = tensors()
     out = torch.full_like(q, torch.nan)
     result, lse = fmha.attention(q, k, v, out=out, return_lse=True)
-    assert result is out and kernel.calls[0][3] is out
+    assert result is out and kernel.calls[0][3].data_ptr() == out.data_ptr()
     assert_right(out, q, k, v)
     assert fmha.attention(q, k, v, out=out) is out
 

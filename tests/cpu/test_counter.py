@@ -26,7 +26,7 @@ class Driver:
             if fails:
                 raise RuntimeError("no launch")
             self.launches.append((count.address, count.value.item(), count.base))
-            assert count.address == count.value.data_ptr()
+            assert (count.address, count.stream) == (count.value.data_ptr(), self.stream)
             self.kept.append(count.value)  # so that no two have the same address
             count.value += torch.tensor([work_tiles]).to(torch.int32)  # wraps as the chip's does
             count.advance(work_tiles)

@@ -12,12 +12,14 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fmha.jit import compile, launch, library, sass
+from fmha.jit.arguments import SIZES
 from fmha.kernels.sm90 import trace
 from fmha.problem import Problem
 from perf import cases, evaluate, findings, iket, overlap, profile, roofline, timeline, workload
@@ -539,6 +541,7 @@ def test_a_workload_calls_the_kernel_as_the_library_does(monkeypatch):
     device = launch.Device(ARCH, l2_bytes=60 << 20, multiprocessors=132)
     monkeypatch.setattr(launch, "describe_device", lambda _: device)
     monkeypatch.setattr(library, "loaded", lambda *_: "the library's function")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(library, "object_file", lambda *_: b"")
     monkeypatch.setattr(compile, "load", lambda _: lambda *arguments: calls.append(arguments))
     qkv = tuple(torch.zeros(2, s, h, 64, dtype=torch.bfloat16) for s, h in ((200, 8), (300, 2), (300, 2)))
@@ -547,11 +550,13 @@ def test_a_workload_calls_the_kernel_as_the_library_does(monkeypatch):
     kernel()
     assert kernel.plan.function == "the library's function"
     first, second = calls
-    assert first[:3] == qkv and first[3] is kernel.out and first[3].isnan().all() and len(first) == 10
-    lse, scale_log2, head_group, counter, base, multiprocessors = first[4:]
-    assert (lse, base, multiprocessors) == (0, 0, 132)
-    assert scale_log2 == pytest.approx(math.log2(math.e) / 8)
-    assert head_group == 64 and counter == kernel.buffer.data_ptr()
+    sizes, *addresses = first[:5]
+    assert addresses == [tensor.data_ptr() for tensor in (*qkv, kernel.out)] and kernel.out.isnan().all()
+    lse, scale_log2, counter, base, stream = first[5:]
+    assert (sizes, lse, base, stream) == (kernel.plan.sizes.address, 0, 0, 7)
+    assert scale_log2 == pytest.approx(math.log2(math.e) / 8) and counter == kernel.buffer.data_ptr()
+    numbers = dict(zip(SIZES, kernel.plan.sizes.numbers, strict=True))
+    assert (numbers["head_group"], numbers["multiprocessors"], numbers["seqlen_k"]) == (64, 132, 300)
     assert second[8] == 2 * 8 * 2, "the counter goes on where the first launch left it: two tiles of 128 queries"
     assert kernel.buffer.numel() * 8 == trace.buffer_bytes(roles=3)
 

@@ -314,7 +314,7 @@ def test_a_link_to_the_file_stays_a_link(path, tmp_path):
 @pytest.fixture
 def fetched(monkeypatch):
     """Makes CPU tensors pass for tensors on a Hopper GPU, and notes the configs whose kernels are fetched."""
-    counter = Counter(torch.device("cpu"))
+    counter = Counter(torch.device("cpu"), 0)
     configs = []
     monkeypatch.setattr(launch, "describe_device", lambda device: launch.Device(ARCH, 50 << 20, 132))
     monkeypatch.setattr(launch, "current", lambda device: counter)

@@ -1,6 +1,7 @@
 """The forward kernel for Hopper: the roles of `schedules.forward` lowered onto TMA, wgmma and mbarriers.
 
-    q, o    [B, Sq, Hq, D]   16-bit, any strides whose last is 1 and whose others are multiples of 16 bytes
+    sizes                    the address on the host of `fmha.jit.arguments.SIZES`, an int64 each
+    q, o    [B, Sq, Hq, D]   16-bit, by address; any strides whose last is 1 and whose others are multiples of 16 bytes
     k, v    [B, Sk, Hkv, D]  likewise
     lse                      the address of a contiguous [B, Hq, Sq] of float32, natural logarithm; 0 for none. Kernels
                              with columns of ones write none: their row sums are of rounded weights
@@ -23,6 +24,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from fmha.jit.arguments import SHAPES, SIZES, STRIDE_ELEMENTS
 from fmha.kernels.sm90 import softmax, wgmma
 from fmha.kernels.sm90.barriers import Copy, PingPong, QueryRing, TileRing
 from schedules.domain import DOMAINS, Visits
@@ -335,24 +337,37 @@ class ForwardKernel:
         self.qk = mma(self.config.tile_n, k_major, warpgroup.OperandSource.SMEM)
         self.pv = mma(self.config.head_dim, mn_major, warpgroup.OperandSource.RMEM)
 
+    def _arguments(self, sizes: Int64, addresses) -> tuple[list[cute.Tensor], Int32, Int32]:
+        """Tensors at their addresses, and the two numbers that lie behind their sizes on the host."""
+        at = cute.make_ptr(Int64, sizes, cute.AddressSpace.generic, assumed_align=8)
+        numbers = cute.make_tensor(at, cute.make_layout(len(SIZES)))
+        found = {name: numbers[i] for i, name in enumerate(SIZES)}
+        tensors = []
+        for name, address in zip("qkvo", addresses, strict=True):
+            shape = [Int32(found[size]) for size in SHAPES[name]]
+            strides = [cute.assume(found[f"{name} {mode}"], divby=STRIDE_ELEMENTS) for mode in ("batch", "row", "head")]
+            pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+            tensors.append(cute.make_tensor(pointer, cute.make_layout(tuple(shape), stride=(*strides, 1))))
+        return tensors, Int32(found["head_group"]), Int32(found["multiprocessors"])
+
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
+        sizes: Int64,
+        q: Int64,
+        k: Int64,
+        v: Int64,
+        o: Int64,
         lse: Int64,
         scale_log2: Float32,
-        head_group: Int32,
         counter: Int64,
         base: Int32,
-        multiprocessors: Int32,
         stream,
     ):
         config = self.config
         rows, keys, dims = ROWS_PER_WARPGROUP, config.tile_n, config.head_dim
         self._mma_shapes()
+        (q, k, v, o), head_group, multiprocessors = self._arguments(sizes, (q, k, v, o))
         q, k, v, o = [
             _modes(t, order)
             for t, order in ((q, (1, 3, 2, 0)), (k, (1, 3, 2, 0)), (v, (3, 1, 2, 0)), (o, (1, 3, 2, 0)))
