@@ -29,8 +29,8 @@ def compile_object(problem: Problem, config: BlockConfig, arch: str, *, recorder
     """Compiles the kernel of (problem, config) for `arch` into an object file, the same bytes in every process.
 
     Strides of q, k, v and o must be multiples of 8 elements and their bases of 16 bytes: the code relies on it.
-    `recorder` names one of the architecture's `trace.KERNELS`, which record what their
-    roles do; such an object is for a profiler and never comes near the cache.
+    `recorder` names one of the architecture's `trace.KERNELS`, which record what their roles do; such an object is for
+    a profiler and never comes near the cache.
     """
     import cutlass.cute as cute
 
