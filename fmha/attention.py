@@ -48,8 +48,8 @@ def attention(
     scale       a finite positive number; 1 / sqrt(D) by default
     out         [B, Sq, Hq, D] to write into, of q's dtype and device, sharing no memory with q, k or v
     return_lse  also return the logarithm of each row's sum of exponentials (natural; scaled and masked scores). Up to
-                head dim 192 another kernel then answers, which adds them up in float32: outputs of the two agree within
-                rounding, and this one takes 5 to 10% longer
+                head dim 192 another, slower kernel then answers, which adds them up in float32: outputs of the two
+                agree within rounding
 
     Returns the output, [B, Sq, Hq, D] in q's dtype (`out` if given, else contiguous), or (output, lse) with lse float32
     [B, Hq, Sq]. A query that sees no key gives 0, and minus infinity. Sizes may be 0.

@@ -100,7 +100,8 @@ def test_a_kernels_arithmetic_passes(case: Case) -> None:
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("case", SHARP + GROWING, ids=lambda case: case.name)
 def test_sharp_and_growing_inputs_pass(case: Case, lse: bool) -> None:
-    """What they test is the rescale threshold: P at a row's maximum is exact only where the row was rescaled to it."""
+    """With LSEs they test the rescale threshold: P at a row's maximum is exact only where the row was rescaled to it.
+    Without, that a weight which was not foreseen is mended."""
     check(replace(case, seqlen_q=64, return_lse=lse), flash, "cpu")
 
 
