@@ -21,7 +21,9 @@ LOAD = "load"
 
 KINDS: Mapping[str, str] = {  # the first word of an operation: what it is to the reader of a timeline
     "acquire": "wait",
+    "reclaim": "wait",
     "wait": "wait",
+    "borrow": "wait",
     "turn": "wait",
     "retire": "wait",
     "drain": "wait",
@@ -143,7 +145,7 @@ def build(recorded: Mapping[str, Sequence[Stamp]], hertz: float) -> Timeline:
 
 
 TILED = ("load", "mask", "exponents", "mend", "store_o")  # whose argument is a tile
-SLOTTED = ("acquire", "wait", "issue", "stage_o")  # and whose is a slot
+SLOTTED = ("acquire", "wait", "borrow", "issue", "stage_o")  # and whose is a slot
 
 
 def _spans(lane: str, stamps: Sequence[Stamp]) -> Iterator[Span]:

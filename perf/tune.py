@@ -46,7 +46,7 @@ from schedules.tiling import CHIPS, TABLES, BlockConfig, Choice, Cost, Extent, p
 planning: Any = importlib.import_module("fmha.attention")  # `fmha.attention` is its function
 
 MOST = 24  # candidates, unless there are more in the table
-DEEPEST = 4  # K and V stages; the simulator runs every depth up to it, with one and two Q slots and 1 to 3 warpgroups
+DEEPEST = 4  # K and V stages; the simulator runs every depth up to it, with 1 to 3 warpgroups
 ONE_WARPGROUP = (40, 240)  # registers of the producer and of the only consumer; the table has no such row
 WORKERS = 8  # compiling processes at most, each with about a gigabyte
 HANG_AFTER = 60.0  # seconds for the first launch of a kernel
@@ -112,12 +112,12 @@ def estimate(config: BlockConfig, extent: Extent) -> float:
     """A time without unit, to order configs of one head dim by before anything is measured.
 
     Through the measured costs of the table's rivals (H200): a KV tile costs as much as its keys and 10 more, a work
-    tile as much as 16 keys and one for each head dim, 40 more where it must wait for the only Q slot; three warpgroups
-    take 0.85 of that for a query, and one, alone with its exponentials, is guessed to take 1.5.
+    tile as much as 16 keys and one for each head dim; three warpgroups take 0.85 of that for a query, and one, alone
+    with its exponentials, is guessed to take 1.5.
     """
     key = config.tile_m * {1: 1.5, 2: 1.0, 3: 0.85}[config.consumers]
-    start = config.head_dim + (16 if config.q_stages > 1 else 56)
-    return predicted_us(Choice(config, "", Cost(tile=key * (config.tile_n + 10), start=key * start)), extent)
+    cost = Cost(tile=key * (config.tile_n + 10), start=key * (config.head_dim + 16))
+    return predicted_us(Choice(config, "", cost), extent)
 
 
 def candidates(target: Target, present: BlockConfig, most: int = MOST) -> list[BlockConfig]:

@@ -17,6 +17,9 @@ The operations and the hardware rule behind each:
     ring.commit(slot)       arrive, and announce the bytes that are on their way
     ring.wait(slot)         wait until those bytes have landed
     ring.release(slot)      arrive: this warpgroup will not read the slot again
+    v.borrow(slot)          wait until every consumer has released the slot, to write O there
+    v.give_back(slot, i)    arrive: the O of warpgroup i has left
+    v.reclaim(i, parity)    wait for that, for the work tile before
     q.post, q.work          write and read the work tile that a Q slot is for
     fence()                 order register writes before the MMAs that read them (PTX: wgmma.fence)
     issue_qk, issue_pv      start an asynchronous MMA
@@ -28,6 +31,7 @@ The operations and the hardware rule behind each:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cutlass import const_expr
@@ -57,10 +61,15 @@ class Ring(ABC):
     def first(self) -> Slot:
         return Slot(0, 0)
 
-    @program.jit
     def next(self, slot: Slot) -> Slot:
-        wraps = slot.stage + 1 == self.stages  # a comparison: a division of run-time numbers takes ten instructions
-        stage = 0 if wraps else slot.stage + 1
+        return self.ahead(slot, 1)
+
+    @program.jit
+    def ahead(self, slot: Slot, steps: int) -> Slot:
+        """So many slots on, at most once round."""
+        stage = slot.stage + steps
+        wraps = stage >= self.stages  # a comparison: a division of run-time numbers takes ten instructions
+        stage = stage - self.stages if wraps else stage
         parity = slot.parity ^ 1 if wraps else slot.parity
         return Slot(stage, parity)
 
@@ -80,8 +89,25 @@ class Ring(ABC):
     def release(self, slot: Slot) -> None: ...
 
 
+class LendingRing(Ring):
+    """The ring of V, whose slots O may leave through: between two work tiles they are free, one for each warpgroup.
+
+    That O has left is another barrier's to say. If the empty one counted a loan as one more use, a producer that waits
+    for the end of the loan would pass before its beginning: two phases apart, parities are equal.
+    """
+
+    @abstractmethod
+    def borrow(self, slot: Slot) -> None: ...
+
+    @abstractmethod
+    def give_back(self, slot: Slot, index: int) -> None: ...
+
+    @abstractmethod
+    def reclaim(self, index: int, parity: int) -> None: ...
+
+
 class WorkRing(Ring):
-    """The ring of Q tiles, which also carries the work tile that each is for."""
+    """The ring of one warpgroup's Q tiles, which also carries the work tile that each is for."""
 
     @abstractmethod
     def post(self, slot: Slot, work: Work) -> None:
@@ -134,9 +160,10 @@ class Role(ABC):
 class Load(Role):
     """The producer: one warp that takes work tiles and keeps the rings full."""
 
-    q: WorkRing
+    lends: bool  # O leaves through V's slots
+    q: Sequence[WorkRing]  # of each consumer warpgroup
     k: Ring
-    v: Ring
+    v: LendingRing
 
     @abstractmethod
     def first_work(self) -> Work: ...
@@ -157,37 +184,50 @@ class Load(Role):
         """K runs one tile ahead of V, the order in which the consumers ask for them; also from one work tile to the
         next. That is asked for as late as its number may take to come: a work tile that was taken early waits for this
         CTA while others have none left."""
-        q_slot = self.q.first()
+        q_slot = self.q[0].first()
         slot = self.k.first()
+        parity = 0
         work = self.first_work()
         self.open(work, q_slot, slot)
         while work.valid != 0:
             last = self.visits(work).total - 1
             for tile in range(1, last, unroll=1):
-                slot = self.pair(work, tile, slot)
+                slot = self.pair(work, tile, slot, parity)
             asked = self.ask()
             for tile in range(max(1, last), last + 1, unroll=1):
-                slot = self.pair(work, tile, slot)
-            self.v.acquire(slot)
-            self.v.load(slot, work, last)
-            self.v.commit(slot)
+                slot = self.pair(work, tile, slot, parity)
+            if const_expr(self.lends):
+                for index in range(last + 1, len(self.q), unroll=1):
+                    self.v.reclaim(index, parity)
+            self.load_v(work, last, slot, parity)
+            if const_expr(self.lends):
+                parity = parity ^ 1
             upcoming = self.next_work(asked)
-            q_slot = self.q.next(q_slot)
+            q_slot = self.q[0].next(q_slot)
             slot = self.k.next(slot)
             self.open(upcoming, q_slot, slot)
             work = upcoming
 
     @program.jit
-    def pair(self, work: Work, tile: int, slot: Slot) -> Slot:
+    def pair(self, work: Work, tile: int, slot: Slot, parity: int) -> Slot:
         """K of a tile, and V of the one before."""
         ahead = self.k.next(slot)
         self.k.acquire(ahead)
         self.k.load(ahead, work, tile)
         self.k.commit(ahead)
-        self.v.acquire(slot)
-        self.v.load(slot, work, tile - 1)
-        self.v.commit(slot)
+        self.load_v(work, tile - 1, slot, parity)
         return ahead
+
+    @program.jit
+    def load_v(self, work: Work, tile: int, slot: Slot, parity: int) -> None:
+        """The first V of a work tile comes where the O of the first warpgroup was, the second where that of the second
+        was; `parity` is that of the work tiles so far."""
+        if const_expr(self.lends):
+            if tile < len(self.q):
+                self.v.reclaim(tile, parity)
+        self.v.acquire(slot)
+        self.v.load(slot, work, tile)
+        self.v.commit(slot)
 
     @program.jit
     def open(self, work: Work, q_slot: Slot, slot: Slot) -> None:
@@ -196,10 +236,11 @@ class Load(Role):
         self.k.acquire(slot)
         self.k.load(slot, work, 0)
         self.k.commit(slot)
-        self.q.acquire(q_slot)
-        self.q.post(q_slot, work)
-        self.q.load(q_slot, work, work.q_tile)
-        self.q.commit(q_slot)
+        for q in self.q:
+            q.acquire(q_slot)
+            q.post(q_slot, work)
+            q.load(q_slot, work, work.q_tile)
+            q.commit(q_slot)
 
 
 class Attend(Role):
@@ -212,10 +253,12 @@ class Attend(Role):
     """
 
     optimistic: bool
+    lends: bool  # O leaves through V's slots, one for each warpgroup, and not through the Q slot it was computed from
+    index: int  # among the consumers
 
-    q: WorkRing
+    q: WorkRing  # this warpgroup's
     k: Ring
-    v: Ring
+    v: LendingRing
     turn: Turn
 
     # -- operations ------------------------------------------------------------------------------------------------
@@ -277,7 +320,9 @@ class Attend(Role):
     def mend(self, tile: int) -> None:
         """The references of such rows move, and with them O, the row sums and P, until no weight is 4. And what is a
         large part of its row's sum by now is made exact against the tiles before, as the largest score is where
-        references are maxima: the error of O stays as small. Weights past the range of the dtype are computed anew."""
+        references are maxima: the error of O stays as small. Weights past the range of the dtype are computed anew.
+        Who has mended several tiles of a work tile moves references ahead of the maxima, lest every tile be mended
+        where these grow and grow; larger weights to come are then rounded."""
 
     @abstractmethod
     def normalise(self, work: Work) -> None:
@@ -285,7 +330,7 @@ class Attend(Role):
 
     @abstractmethod
     def stage_o(self, slot: Slot) -> None:
-        """Writes O over this warpgroup's rows of Q in shared memory."""
+        """Writes O over Q, or over V, in shared memory."""
 
     @abstractmethod
     def publish_o(self) -> None:
@@ -315,8 +360,10 @@ class Attend(Role):
         while work.valid != 0:
             visits = self.visits(work)
             whole = visits.total - visits.masked
+            last = visits.total - 1
             self.retire(0)
             self.k.release(slot)
+            self.leave_q(0, last, q_slot)
             self.mask(work, 0)
             self.start()
             self.exponents(0)
@@ -325,17 +372,14 @@ class Attend(Role):
                 self.foresee(visits.total)
             if storing != 0:
                 self.drain()
-                self.q.release(stored)
+                self.free(stored)
             for tile in range(1, whole, unroll=1):
-                slot = self.step(Section.BODY, work, tile, q_slot, slot)
+                slot = self.step(Section.BODY, work, tile, last, q_slot, slot)
             for tile in range(max(1, whole), visits.total, unroll=1):
-                slot = self.step(Section.RIGHT, work, tile, q_slot, slot)
-            if const_expr(self.q.stages > 1):
-                upcoming = self.close_and_open(work, q_slot, slot)
-                storing = 1
-            else:
-                upcoming = self.close_then_open(work, q_slot, slot)
-            stored = q_slot
+                slot = self.step(Section.RIGHT, work, tile, last, q_slot, slot)
+            upcoming = self.close_and_open(q_slot, slot)
+            stored = self.write_back(work, q_slot, slot)
+            storing = 1
             q_slot = self.q.next(q_slot)
             slot = self.k.next(slot)
             work = upcoming
@@ -351,9 +395,8 @@ class Attend(Role):
         self.commit()
 
     @program.jit
-    def close_and_open(self, work: Work, q_slot: Slot, slot: Slot) -> Work:
-        """The last PV of a work tile, and behind it the first QK of the next, beside which O is stored. The slot that
-        O leaves through is released only after the next softmax, when the copy has long read it."""
+    def close_and_open(self, q_slot: Slot, slot: Slot) -> Work:
+        """The last PV of a work tile, and behind it the first QK of the next, beside which O is stored."""
         self.v.wait(slot)
         self.turn.take()
         self.fence()
@@ -365,40 +408,40 @@ class Attend(Role):
         self.turn.give()
         self.retire(1)
         self.v.release(slot)
-        self.write_back(work, q_slot)
         return upcoming
 
     @program.jit
-    def close_then_open(self, work: Work, q_slot: Slot, slot: Slot) -> Work:
-        """The same with one Q slot, which the next work tile gets when O has left it."""
-        self.v.wait(slot)
-        self.turn.take()
-        self.fence()
-        self.issue_pv(slot)
-        self.commit()
-        self.turn.give()
-        self.retire(0)
-        self.v.release(slot)
-        self.write_back(work, q_slot)
-        self.drain()
-        self.q.release(q_slot)
-        self.q.wait(self.q.next(q_slot))
-        upcoming = self.q.work(self.q.next(q_slot))
-        self.turn.take()
-        self.open(self.q.next(q_slot), self.k.next(slot))
-        self.turn.give()
-        return upcoming
+    def leave_q(self, tile: int, last: int, q_slot: Slot) -> None:
+        """Where O leaves through V, the next Q may come as soon as the last QK is done."""
+        if const_expr(self.lends):
+            if tile == last:
+                self.q.release(q_slot)
 
     @program.jit
-    def write_back(self, work: Work, slot: Slot) -> None:
-        """O leaves through the Q slot that it was computed from."""
+    def write_back(self, work: Work, q_slot: Slot, slot: Slot) -> Slot:
+        """O leaves, through the slot of Q that it was computed from, or through the slot of V that will be filled next
+        (that of the second warpgroup, after next). Which one is returned: it is freed only after the next softmax, when
+        the copy has long read it."""
         self.normalise(work)
-        self.stage_o(slot)
+        stored = q_slot
+        if const_expr(self.lends):
+            stored = self.v.ahead(slot, self.index + 1)
+            self.v.borrow(stored)
+        self.stage_o(stored)
         self.publish_o()
-        self.store_o(slot, work)
+        self.store_o(stored, work)
+        return stored
 
     @program.jit
-    def step(self, section: Section, work: Work, tile: int, q_slot: Slot, before: Slot) -> Slot:
+    def free(self, stored: Slot) -> None:
+        """The slot that O has left through."""
+        if const_expr(self.lends):
+            self.v.give_back(stored, self.index)
+        else:
+            self.q.release(stored)
+
+    @program.jit
+    def step(self, section: Section, work: Work, tile: int, last: int, q_slot: Slot, before: Slot) -> Slot:
         """One tile: its QK runs before and its softmax beside the PV of the tile before."""
         slot = self.k.next(before)
         self.k.wait(slot)
@@ -413,6 +456,7 @@ class Attend(Role):
         self.turn.give()
         self.retire(1)
         self.k.release(slot)
+        self.leave_q(tile, last, q_slot)
         if const_expr(section is not Section.BODY):
             self.mask(work, tile)
         if const_expr(not self.optimistic):

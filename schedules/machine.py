@@ -271,10 +271,10 @@ class Machine:
         for flight in flights:
             self.flights.remove(flight)
 
-    def reading(self, buffers: Iterable[Buffer]) -> list[Flight]:
-        """What the running role has in flight that reads one of `buffers`."""
+    def reading(self, buffer: Buffer) -> list[Flight]:
+        """What the running role has in flight that reads `buffer`."""
         mine = [flight for flight in self.flights if flight.actor is self.actor]
-        return [f for f in mine if any(b.overlaps(read) for b in buffers for read in f.reads)]
+        return [f for f in mine if any(buffer.overlaps(read) for read in f.reads)]
 
 
 class Mbarrier:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from schedules.forward import Ring, Slot, Turn, WorkRing
+from schedules.forward import LendingRing, Ring, Slot, Turn, WorkRing
 from schedules.machine import Buffer, CountError, Hazard, Machine, Mbarrier, NamedBarrier, OrderError, TileError
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP
 from schedules.work import Work
 
-Source = Callable[[Work, int], Sequence[np.ndarray]]
-"""(work tile, tile) -> what is copied into each part of a slot."""
+Source = Callable[[Work, int], np.ndarray]
+"""(work tile, tile) -> what is copied into a slot."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class RingSlot:
     """A slot as it truly is, whatever its barriers say."""
 
     name: str
-    parts: Sequence[Buffer]  # one copy each
+    buffer: Buffer
     full: Mbarrier
     empty: Mbarrier
     announced: int = 0  # bytes of this use, until they are compared
@@ -45,14 +46,15 @@ class RingSlot:
     readers: set[str] = field(default_factory=set)  # those of them that have waited for it
     draft: Work | None = None  # posted, but not yet by a commit
     posted: Work | None = None
+    lent: bool = False  # to a consumer, for its O
 
     @property
     def tile(self) -> int | None:
-        return self.parts[0].tile
+        return self.buffer.tile
 
     @property
     def work(self) -> object:
-        return self.parts[0].work
+        return self.buffer.work
 
     def tally(self, machine: Machine, announced: int = 0, issued: int = 0) -> None:
         """Compares the bytes announced with those copied, whichever comes first."""
@@ -73,13 +75,13 @@ class NumpyRing(Ring):
         self,
         machine: Machine,
         name: str,
-        buffers: Sequence[Sequence[Buffer]],
+        buffers: Sequence[Buffer],
         source: Source,
         tiles: int,
         consumers: Sequence[str],
         counts: Counts,
     ) -> None:
-        """`buffers` has the parts of each stage; `tiles` can be loaded."""
+        """`buffers` are the stages; `tiles` can be loaded."""
         self.machine = machine
         self.name = name
         self.stages = len(buffers)
@@ -87,11 +89,12 @@ class NumpyRing(Ring):
         self.tiles = tiles
         self.consumers = consumers
         self.counts = counts
-        self.slots = [self._slot(f"{name}[{stage}]", parts) for stage, parts in enumerate(buffers)]
+        self.slots = [self._slot(buffer) for buffer in buffers]
 
-    def _slot(self, name: str, parts: Sequence[Buffer]) -> RingSlot:
-        full = Mbarrier(self.machine, f"{name} full", self.counts.full_arrivals)
-        return RingSlot(name, parts, full, Mbarrier(self.machine, f"{name} empty", self.counts.empty_arrivals))
+    def _slot(self, buffer: Buffer) -> RingSlot:
+        full = Mbarrier(self.machine, f"{buffer.name} full", self.counts.full_arrivals)
+        empty = Mbarrier(self.machine, f"{buffer.name} empty", self.counts.empty_arrivals)
+        return RingSlot(buffer.name, buffer, full, empty)
 
     def at(self, slot: Slot) -> RingSlot:
         if not 0 <= slot.stage < self.stages:
@@ -111,23 +114,24 @@ class NumpyRing(Ring):
             self.machine.fail(TileError, f"{self.name} has tiles 0 to {self.tiles - 1}")
         self.check_released(here)
         here.owed, here.readers = set(self.consumers), set()
-        for part, rows in zip(here.parts, self.source(work, tile), strict=True):
-            part.tile, part.work = tile, work
-            self._copy(here, part, rows)
-        here.tally(self.machine, issued=ELEMENT_BYTES * sum(part.data.size for part in here.parts))
+        here.buffer.tile, here.buffer.work = tile, work
+        self._copy(here, self.source(work, tile))
+        here.tally(self.machine, issued=ELEMENT_BYTES * here.buffer.data.size)
 
     def check_released(self, here: RingSlot) -> None:
         if here.owed:
             self.machine.fail(Hazard, f"refills {here.name}, not released by {', '.join(sorted(here.owed))}")
 
-    def _copy(self, here: RingSlot, part: Buffer, rows: np.ndarray) -> None:
+    def _copy(self, here: RingSlot, rows: np.ndarray) -> None:
+        buffer = here.buffer
+
         def effect() -> None:
-            part.data[:] = rows
-            here.full.complete_bytes(ELEMENT_BYTES * part.data.size)
+            buffer.data[:] = rows
+            here.full.complete_bytes(ELEMENT_BYTES * buffer.data.size)
             self.machine.retire([flight])  # from here on the barrier knows
 
-        flight = self.machine.issue("tma", f"load {part.name}", part.tile, effect, writes=[part])
-        part.data[:] = math.nan
+        flight = self.machine.issue("tma", f"load {buffer.name}", buffer.tile, effect, writes=[buffer])
+        buffer.data[:] = math.nan
 
     def commit(self, slot: Slot) -> None:
         """PTX mbarrier.arrive.expect_tx."""
@@ -146,21 +150,20 @@ class NumpyRing(Ring):
             self.machine.fail(Hazard, f"the wait passed, but nothing was loaded since {me.name} released {here.name}")
         here.readers.add(me.name)
 
-    def read(self, slot: Slot, part: int = 0) -> Buffer:
+    def read(self, slot: Slot) -> Buffer:
         """What the running role is about to read, or to write over."""
         here = self.at(slot)
         if self.machine.actor.name not in here.readers:
             self.machine.fail(Hazard, f"uses {here.name} without having waited for it, or after releasing it")
-        return here.parts[part]
+        return here.buffer
 
     def release(self, slot: Slot) -> None:
         """PTX mbarrier.arrive, by one lane of every warp."""
         here = self.at(slot)
         self.machine.op(f"release {here.name}", here.tile)
         me = self.machine.actor.name
-        for flight in self.machine.reading(here.parts):
-            self.machine.fail(Hazard, f"releases {here.name} while {flight} is in flight")
-        if me not in here.readers:
+        self.check_unread(here, "releases")
+        if me not in here.readers or here.lent:
             self.machine.fail(CountError, f"releases {here.name} without holding it")
         here.owed.remove(me)
         here.readers.remove(me)
@@ -168,16 +171,56 @@ class NumpyRing(Ring):
             here.posted = None
         here.empty.arrive(self.counts.release_arrivals)
 
+    def check_unread(self, here: RingSlot, does: str) -> None:
+        for flight in self.machine.reading(here.buffer):
+            self.machine.fail(Hazard, f"{does} {here.name} while {flight} is in flight")
+
     def settle(self) -> None:
         """At exit every use of a valid work tile has been released, every arrival and byte has found its phase."""
         for here in self.slots:
             if not here.full.at_rest():
                 raise CountError(f"exit: {here.full}")
-            kept = here.readers if self.kept or not getattr(here.work, "valid", True) else set()
+            kept = here.readers if self.kept or here.lent or not getattr(here.work, "valid", True) else set()
             if left := here.owed - kept:
                 raise CountError(f"exit: {here.name}, tile {here.tile}, was not released by {', '.join(sorted(left))}")
             if not here.owed and not here.empty.at_rest():
                 raise CountError(f"exit: {here.empty}")
+
+
+class NumpyLendingRing(NumpyRing, LendingRing):
+    """The ring of V. Each consumer has a barrier beside those of the slots, for its O to have left one of them."""
+
+    def __init__(self, machine: Machine, name: str, *rest: Any) -> None:
+        super().__init__(machine, name, *rest)
+        arrivals = self.counts.release_arrivals
+        self.left = [Mbarrier(machine, f"O of {consumer} left", arrivals) for consumer in self.consumers]
+
+    def borrow(self, slot: Slot) -> None:
+        here = self.at(slot)
+        self.machine.op(f"borrow {here.name}", until=here.empty.completed(slot.parity ^ 1))
+        self.check_released(here)
+        me = self.machine.actor.name
+        here.owed, here.readers, here.lent = {me}, {me}, True
+
+    def give_back(self, slot: Slot, index: int) -> None:
+        """PTX mbarrier.arrive, by one lane of every warp."""
+        here = self.at(slot)
+        self.machine.op(f"give_back {here.name}")
+        self.check_unread(here, "gives back")
+        if not here.lent or self.machine.actor.name not in here.readers:
+            self.machine.fail(CountError, f"gives back {here.name}, which it has not borrowed")
+        here.owed, here.readers, here.lent = set(), set(), False
+        self.left[index].arrive(self.counts.release_arrivals)
+
+    def reclaim(self, index: int, parity: int) -> None:
+        left = self.left[index]
+        self.machine.op(f"reclaim {left.name}", until=left.completed(parity ^ 1))
+
+    def settle(self) -> None:
+        super().settle()
+        for left in self.left:
+            if not left.at_rest():
+                raise CountError(f"exit: {left}")
 
 
 class NumpyWorkRing(NumpyRing, WorkRing):

@@ -6,7 +6,6 @@ Each role of the forward kernel is subclassed with operations on the model of `s
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
@@ -19,7 +18,7 @@ import numpy as np
 from schedules.domain import Causal, Dense, Visits
 from schedules.forward import FLOOR, LARGE_PART, Attend, Load, Slot
 from schedules.machine import Buffer, CountError, Event, Fence, Flight, Machine, RangeError, TileError, Until, Wgmma
-from schedules.rings import Counts, NumpyRing, NumpyTurn, NumpyWorkRing, Source, Turnstile
+from schedules.rings import Counts, NumpyLendingRing, NumpyRing, NumpyTurn, NumpyWorkRing, Source, Turnstile
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
 from schedules.work import Work, work_of
 
@@ -54,13 +53,14 @@ COSTS = {
 class NumpyLoad(Load):
     """The producer warp."""
 
-    q: NumpyWorkRing
+    q: Sequence[NumpyWorkRing]
     k: NumpyRing
-    v: NumpyRing
+    v: NumpyLendingRing
 
     def __init__(self, cta: Cta) -> None:
         self.cta = cta
-        self.q, self.k, self.v = cta.rings
+        self.lends = cta.config.lends
+        self.q, self.k, self.v = cta.q, cta.k, cta.v
 
     def first_work(self) -> Work:
         return next(self.cta.works)
@@ -83,17 +83,17 @@ class NumpyAttend(Attend):
 
     q: NumpyWorkRing
     k: NumpyRing
-    v: NumpyRing
+    v: NumpyLendingRing
     turn: NumpyTurn
 
     def __init__(self, cta: Cta, index: int) -> None:
         config = cta.config
         self.cta, self.config, self.machine, self.tensors = cta, config, cta.machine, cta.tensors
-        self.q, self.k, self.v = cta.rings
+        self.q, self.k, self.v = cta.q[index], cta.k, cta.v
         self.turn = NumpyTurn(cta.turnstile, index)
         self.index = index
         self.mma = Wgmma(cta.machine)
-        self.optimistic = config.ones > 0
+        self.optimistic, self.lends = config.ones > 0, config.lends
         self.s, self.p, self.o = (
             Buffer(name, np.full((cta.rows, columns), math.nan), Fence.WGMMA)
             for name, columns in (("S", config.tile_n), ("P", config.tile_n), ("O", config.head_dim + config.ones))
@@ -134,7 +134,7 @@ class NumpyAttend(Attend):
         here = self.k.at(slot)
         self.machine.op(f"issue QK {here.name}", here.tile)
         self.turn.check()
-        q, k = self.q.read(q_slot, self.index), self.k.read(slot)
+        q, k = self.q.read(q_slot), self.k.read(slot)
         if q.work != k.work:
             self.machine.fail(TileError, f"Q is of {q.work}, K of {k.work}")
 
@@ -276,8 +276,9 @@ class NumpyAttend(Attend):
         self.tensors.write("lse", work, self.queries(work), lse[:, 0])
 
     def staged(self, slot: Slot) -> Buffer:
-        """O in the place of this warpgroup's rows of Q."""
-        return Buffer("the staged O", self.q.read(slot, self.index).data, Fence.PROXY)
+        """O in the place of this warpgroup's rows of Q, or in a slot of V."""
+        ring = self.v if self.lends else self.q
+        return Buffer("the staged O", ring.read(slot).data[: self.cta.rows], Fence.PROXY)
 
     def stage_o(self, slot: Slot) -> None:
         self.machine.op("stage_o")
@@ -357,6 +358,7 @@ class Cta:
     """The roles of one CTA, their shared memory and their barriers. Tests break one of them at a time."""
 
     RING: type[NumpyRing] = NumpyRing
+    LENDING_RING: type[NumpyLendingRing] = NumpyLendingRing
     WORK_RING: type[NumpyWorkRing] = NumpyWorkRing
     LOAD: type[NumpyLoad] = NumpyLoad
     ATTEND: type[NumpyAttend] = NumpyAttend
@@ -370,31 +372,34 @@ class Cta:
         self.names = [f"attend{i}" for i in range(config.consumers)]
         self.rows = config.tile_m // config.consumers  # of a consumer
         q_tiles, kv_tiles = -(-tensors.seqlen_q // config.tile_m), max(1, -(-tensors.seqlen_k // config.tile_n))
-        queries, keys = [self.rows] * config.consumers, [config.tile_n]
-        k, v = self._key_source(tensors.k), self._key_source(tensors.v)
-        self.rings = (
-            self._ring(self.WORK_RING, "Q", config.q_stages, queries, self._query_source, q_tiles),
-            self._ring(self.RING, "K", config.stages, keys, k, kv_tiles),
-            self._ring(self.RING, "V", config.stages, keys, v, kv_tiles),
-        )
+        self.q = [
+            self._ring(self.WORK_RING, f"Q{i}", config.q_stages, self.rows, self._query_source(i), q_tiles, [name])
+            for i, name in enumerate(self.names)
+        ]
+        rest = config.stages, config.tile_n
+        k, v = (self._key_source(tensor) for tensor in (tensors.k, tensors.v))
+        self.k = self._ring(self.RING, "K", *rest, k, kv_tiles, self.names)
+        self.v = self._ring(self.LENDING_RING, "V", *rest, v, kv_tiles, self.names)
         self.turnstile = Turnstile(machine, self.names, self.TURN_THREADS)
         self.load = self.LOAD(self)
         self.attend = [self.ATTEND(self, i) for i in range(config.consumers)]
 
     def _ring(
-        self, kind: type[AnyRing], name: str, stages: int, rows: Sequence[int], source: Source, tiles: int
+        self,
+        kind: type[AnyRing],
+        name: str,
+        stages: int,
+        rows: int,
+        source: Source,
+        tiles: int,
+        consumers: Sequence[str],
     ) -> AnyRing:
-        """A ring whose slots are filled by one copy for each of `rows`."""
+        shape = (rows, self.config.head_dim)
+        buffers = [Buffer(f"{name}[{i}]", np.full(shape, math.nan), Fence.PROXY) for i in range(stages)]
+        counts = self.counts(kind, rows * self.config.head_dim, len(consumers))
+        return kind(self.machine, name, buffers, source, tiles, consumers, counts)
 
-        def part(stage: int, i: int) -> Buffer:
-            data = np.full((rows[i], self.config.head_dim), math.nan)
-            return Buffer(f"{name}[{stage}]" + (f".{i}" if len(rows) > 1 else ""), data, Fence.PROXY)
-
-        buffers = [[part(stage, i) for i in range(len(rows))] for stage in range(stages)]
-        counts = self.counts(kind, sum(rows) * self.config.head_dim)
-        return kind(self.machine, name, buffers, source, tiles, self.names, counts)
-
-    def counts(self, kind: type[NumpyRing], elements: int) -> Counts:
+    def counts(self, kind: type[NumpyRing], elements: int, consumers: int) -> Counts:
         """What the barriers of a ring count whose slots hold so many elements.
 
         Who releases a slot has read it by MMAs, and one lane of each warp arrives. What is posted in a slot of Q every
@@ -404,20 +409,22 @@ class Cta:
         return Counts(
             full_arrivals=1,
             slot_bytes=elements * ELEMENT_BYTES,
-            empty_arrivals=releasing * self.config.consumers,
+            empty_arrivals=releasing * consumers,
             release_arrivals=releasing,
         )
 
-    def _query_source(self, work: Work, tile: int) -> list[np.ndarray]:
-        starts = range(tile * self.config.tile_m, (tile + 1) * self.config.tile_m, self.rows)
-        box = functools.partial(self.tensors.box, self.tensors.q, work.batch, work.head)
-        return [box(start, self.rows, self.config.head_dim) for start in starts]
+    def _query_source(self, index: int) -> Source:
+        def source(work: Work, tile: int) -> np.ndarray:
+            start = tile * self.config.tile_m + index * self.rows
+            return self.tensors.box(self.tensors.q, work.batch, work.head, start, self.rows, self.config.head_dim)
+
+        return source
 
     def _key_source(self, tensor: np.ndarray) -> Source:
-        def source(work: Work, tile: int) -> list[np.ndarray]:
+        def source(work: Work, tile: int) -> np.ndarray:
             head = work.head // (self.tensors.heads // self.tensors.kv_heads)
             n = self.config.tile_n
-            return [self.tensors.box(tensor, work.batch, head, tile * n, n, self.config.head_dim)]
+            return self.tensors.box(tensor, work.batch, head, tile * n, n, self.config.head_dim)
 
         return source
 
@@ -442,8 +449,9 @@ class Cta:
         for name, role in zip(self.names, self.attend, strict=True):
             self.machine.spawn(name, lambda role=role: attend(role))  # type: ignore[misc]
         self.machine.run()
-        for part in (*self.rings, self.turnstile):
-            part.settle()
+        for ring in (*self.q, self.k, self.v):
+            ring.settle()
+        self.turnstile.settle()
 
 
 class Result(NamedTuple):

@@ -108,6 +108,21 @@ class BlockConfig:
     def threads(self) -> int:
         return (self.consumers + 1) * WARPGROUP
 
+    @property
+    def lends(self) -> bool:
+        """O leaves through V's slots, one for each warpgroup: there is no second Q slot for it."""
+        return self.q_stages == 1
+
+    @property
+    def q_slots(self) -> int:
+        """Of 64 rows, over the warpgroups."""
+        return self.consumers * self.q_stages
+
+    @property
+    def barriers(self) -> int:
+        """A full and an empty one for each slot, and one for the O of each warpgroup to have left V."""
+        return 2 * (self.q_slots + 2 * self.stages) + self.consumers
+
     def serves(self, lse: bool) -> bool:
         """Whether calls that want LSEs, or others, can have it."""
         return not (lse and self.ones)
@@ -118,11 +133,11 @@ class BlockConfig:
         return ValueSlots(self.tile_n * width, self.head_dim * ELEMENT_BYTES // width, self.stages, self.ones > 0)
 
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA: the three rings (O is staged in Q's), their barriers and the work tiles posted."""
+        """Shared memory of one CTA: the rings (O is staged in Q's or V's), their barriers and the work tiles posted."""
         q = self.q_stages * self.tile_m * self.head_dim * ELEMENT_BYTES
         kv = self.stages * self.tile_n * self.head_dim * ELEMENT_BYTES + self.value_slots.bytes
-        barriers = 8 * 2 * (self.q_stages + 2 * self.stages) + 16 * self.q_stages
-        return q + kv + 1024 * -(-barriers // 1024)  # tiles are aligned to the 1024 bytes of a swizzle atom
+        beside = 8 * self.barriers + 16 * self.q_slots
+        return q + kv + 1024 * -(-beside // 1024)  # tiles are aligned to the 1024 bytes of a swizzle atom
 
     def check(self, chip: Chip) -> str | None:
         """Why this config cannot run on `chip`, or None."""
@@ -134,6 +149,11 @@ class BlockConfig:
             return f"{self.consumers} consumer warpgroups: 1 to 3 fit beside the producer"
         if min(self.stages, self.q_stages) < 1:
             return f"{self.stages} stages of K and V and {self.q_stages} of Q: each ring needs 1"
+        if self.lends and (self.stages != self.consumers or self.tile_n < ROWS_PER_WARPGROUP):
+            return (
+                f"q_stages 1: O leaves through V, so {self.consumers} stages are needed, one for each warpgroup, of "
+                f"{ROWS_PER_WARPGROUP} keys at least; not {self.stages} of {self.tile_n}"
+            )
         if self.ones not in (0, ONES):
             return f"ones {self.ones}: 0, or {ONES} columns"
         if not 0 <= self.rescale_above <= 8:  # also refuses NaN
@@ -158,9 +178,9 @@ class BlockConfig:
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds on an H200 in bfloat16, fitted by hand to rates of the suites `dense` and `tail` (head dim 64: S =
-    256 to 16k, 128: 256 to 4097, 256: 256 to 1k). Of use beside those of other rows of the same head dim only: their
-    ratios decide which row a problem gets."""
+    """Microseconds on an H200 in bfloat16, fitted to rates at S = 256 to 2k, dense and causal; those of rows for LSEs
+    to rates of earlier kernels. Of use beside those of other rows of the same head dim only: their ratios decide which
+    row a problem gets."""
 
     tile: float  # that a KV tile takes a CTA
     start: float  # that a work tile takes besides
@@ -208,13 +228,13 @@ SM90 = (
         BlockConfig(head_dim=64, tile_n=128, stages=4, q_stages=2, **_ONES, **_THREE),
         "O is small, so three warpgroups of 160 registers fit and each K and V tile is read for 192 queries; with two "
         "warpgroups tile_n 176 and 192 were 0.87 and 0.86 times as fast",
-        Cost(tile=1.3, start=1.4),
+        Cost(tile=1.3, start=1.6),
     ),
     Choice(
         BlockConfig(head_dim=64, tile_n=128, stages=4, q_stages=2, **_ONES, **_TWO),
         "256 queries are two tiles of 128, and one and a third of 192; under a causal mask the narrower diagonal saves "
-        "more: causal S = 1024 1.16 times as fast as with 192 queries, dense 0.97, 16k 0.85",
-        Cost(tile=1.0, start=1.17),
+        "more: causal S = 1024 1.12 times as fast as with 192 queries, dense 0.95, 16k 0.82",
+        Cost(tile=1.0, start=1.4),
     ),
     Choice(
         BlockConfig(head_dim=64, tile_n=128, stages=4, q_stages=2, **_THREE),
@@ -238,12 +258,12 @@ SM90 = (
     Choice(
         BlockConfig(head_dim=128, tile_n=128, stages=2, q_stages=2, **_ONES, **_TWO),
         "the widest tile_n that fits beside two Q slots and the ones",
-        Cost(tile=1.32, start=2.3),
+        Cost(tile=1.26, start=2.6),
     ),
     Choice(
         BlockConfig(head_dim=128, tile_n=112, stages=2, q_stages=2, **_ONES, **_TWO),
-        "513 to 560 keys are five tiles of either width: 1.09 times as fast, 592 (five against six) 0.96",
-        Cost(tile=1.18, start=2.1),
+        "513 to 560 keys are five tiles of either width: 1.08 times as fast, 592 (five against six) 0.94",
+        Cost(tile=1.22, start=2.2),
     ),
     Choice(
         BlockConfig(head_dim=128, tile_n=128, stages=2, q_stages=2, **_TWO),
@@ -262,20 +282,15 @@ SM90 = (
     ),
     Choice(
         BlockConfig(head_dim=256, tile_n=80, stages=2, q_stages=1, **_WIDE),
-        "the widest tile_n whose two stages fit beside one Q slot; tile_n 64 was 3% slower on an H200; the producer "
-        "spills with 24 registers. Columns of ones do not fit into one wgmma",
-        Cost(tile=1.67, start=5.65),
+        "the widest tile_n whose two stages fit beside one Q slot; the producer spills with 24 registers. Columns of "
+        "ones do not fit into one wgmma",
+        Cost(tile=1.68, start=4.9),
     ),
     Choice(
-        BlockConfig(head_dim=256, tile_n=48, stages=2, q_stages=2, **_WIDE),
-        "the widest tile_n that fits beside two Q slots, so that the next Q is there when a work tile ends: S = 512 "
-        "1.05 (causal 1.04) times as fast as with tile_n 80, S = 1024 0.96",
-        Cost(tile=1.06, start=5.0),
-    ),
-    Choice(
-        BlockConfig(head_dim=256, tile_n=32, stages=3, q_stages=2, **_WIDE),
-        "256 keys are eight whole tiles of 32: S = 256 1.12 (causal 1.11) times as fast as with tile_n 80",
-        Cost(tile=0.79, start=4.7),
+        BlockConfig(head_dim=256, tile_n=64, stages=2, q_stages=1, **_WIDE),
+        "the narrower diagonal and lengths that are multiples of 64: S = 256 1.07 (causal 1.04) times as fast as with "
+        "tile_n 80, S = 512 1.02 (1.05), S = 1024 0.98 (1.01), 4k 1.00. Two Q slots beside tile_n 48 or 32 were slower",
+        Cost(tile=1.37, start=5.1),
     ),
 )
 

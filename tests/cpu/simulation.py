@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from schedules import simulate
-from schedules.rings import Counts, NumpyRing, NumpyWorkRing
+from schedules.machine import Machine
+from schedules.rings import Counts, NumpyLendingRing, NumpyRing, NumpyWorkRing
 from schedules.tiling import BlockConfig
 
 ADVERSARIES = ("eager", "lazy", "random")
@@ -92,16 +93,31 @@ def broken(**changes) -> type[simulate.Cta]:
 def broken_rings(**methods) -> type[simulate.Cta]:
     """A CTA whose rings have other methods."""
     return broken(
-        RING=type("BrokenRing", (NumpyRing,), methods), WORK_RING=type("BrokenWorkRing", (NumpyWorkRing,), methods)
+        RING=type("BrokenRing", (NumpyRing,), methods),
+        LENDING_RING=type("BrokenLendingRing", (NumpyLendingRing,), methods),
+        WORK_RING=type("BrokenWorkRing", (NumpyWorkRing,), methods),
     )
 
 
 def miscounted(**changes: int | Callable[[Counts], int]) -> type[simulate.Cta]:
     """A CTA whose rings count more or less than they should: by so many, or what a function says."""
 
-    def counts(self: simulate.Cta, kind: type[NumpyRing], elements: int) -> Counts:
-        right = simulate.Cta.counts(self, kind, elements)
+    def counts(self: simulate.Cta, kind: type[NumpyRing], elements: int, consumers: int) -> Counts:
+        right = simulate.Cta.counts(self, kind, elements, consumers)
         wrong = {n: c(right) if callable(c) else getattr(right, n) + c for n, c in changes.items()}
         return replace(right, **wrong)
 
     return broken(counts=counts)
+
+
+def miscounted_loans(change: int) -> type[simulate.Cta]:
+    """A CTA that is told an O has left V by so many arrivals more than there are."""
+
+    class Miscounts(NumpyLendingRing):
+        def __init__(self, machine: Machine, name: str, *rest) -> None:
+            super().__init__(machine, name, *rest)
+            for left in self.left:
+                left.count += change
+                left.pending += change
+
+    return broken(LENDING_RING=Miscounts)

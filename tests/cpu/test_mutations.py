@@ -1,8 +1,9 @@
 """Can the simulator fail? Each statement of the role programs is broken in turn, and it must object.
 
 A mutant lacks a statement, or swaps it with the next one, or changes one expression in it: a constant, a ring, a slot,
-a section, a condition. It must raise a `ScheduleError` or compute wrong numbers under some schedule, or else stand in
-`HARMLESS` with the reason why nothing can go wrong; and what stands there must come through every schedule.
+a tile, a parity, a section, a condition. It must raise a `ScheduleError` or compute wrong numbers under some schedule,
+or else stand in `HARMLESS` with the reason why nothing can go wrong; and what stands there must come through every
+schedule.
 
     python -m tests.cpu.test_mutations        prints what becomes of each
 """
@@ -14,7 +15,7 @@ import copy
 import inspect
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,7 +24,17 @@ import pytest
 
 from schedules import forward, simulate
 from schedules.machine import CountError, Deadlock, Hazard, OrderError, ScheduleError
-from tests.cpu.simulation import ADVERSARIES, Problem, WrongNumbers, broken, broken_rings, miscounted, run, small
+from tests.cpu.simulation import (
+    ADVERSARIES,
+    Problem,
+    WrongNumbers,
+    broken,
+    broken_rings,
+    miscounted,
+    miscounted_loans,
+    run,
+    small,
+)
 
 PROBLEMS = (  # a single CTA computes all work tiles
     Problem(30, 83, heads=3),  # five body tiles and a tail; two stages, two consumers
@@ -35,19 +46,26 @@ PROBLEMS = (  # a single CTA computes all work tiles
     Problem(16, 16, causal=True, heads=2),  # a single one, of which every query sees another part
     Problem(30, 83, heads=3, config=small(ones=8)),
     Problem(40, 100, causal=True, heads=2, spread=20.0, config=small(q_stages=1, ones=8)),
+    Problem(100, 40, causal=True, heads=2, config=small(consumers=3, stages=3, q_stages=1)),
+    Problem(20, 10, heads=3, config=small(q_stages=1)),
 )
 SEEDS = range(4)
 SUBJECTS = (forward.Load, forward.Attend, forward.Ring)
-RINGS = ("q", "k", "v")
-Q_ONLY = ("post", "work")  # what other rings cannot do
-SLOTS = ("q_slot", "slot", "ahead", "before", "stored")
-SECTIONS = ("BODY", "RIGHT")
+ALIKE = (  # one stands for the other, where both are bound
+    ("q_slot", "slot", "ahead", "before", "stored"),
+    ("tile", "last", "index"),
+    ("work", "upcoming"),
+    ("Section.BODY", "Section.RIGHT"),
+)
+RINGS = {forward.Load: ("self.q[0]", "q", "self.k", "self.v"), forward.Attend: ("self.q", "self.k", "self.v")}
+ONE_KIND = ("post", "work", "borrow", "give_back", "reclaim")  # what other rings cannot do
+INSTEAD = {"self.index": "0", "parity": "parity ^ 1", "self.q": "self.q[1:]"}  # where that is the list of rings
 
 HARMLESS = {
     "before the first work tile every slot is Slot(0, 0), and K and V have as many stages": (
-        "Load.run: q_slot = q.first() as q_slot = k.first()",
-        "Load.run: q_slot = q.first() as q_slot = v.first()",
-        "Load.run: slot = k.first() as slot = q.first()",
+        "Load.run: q_slot = q[0].first() as q_slot = k.first()",
+        "Load.run: q_slot = q[0].first() as q_slot = v.first()",
+        "Load.run: slot = k.first() as slot = q[0].first()",
         "Load.run: slot = k.first() as slot = v.first()",
         "Load.run: open(work, q_slot, slot) as open(work, slot, slot)",
         "Load.run: open(work, q_slot, slot) as open(work, q_slot, q_slot)",
@@ -69,44 +87,53 @@ HARMLESS = {
         "Attend.run: open(q_slot, slot) as open(q_slot, stored)",
         "Attend.run: slot = k.next(slot) as slot = v.next(slot)",
         "Attend.close_and_open: open(q.next(q_slot), k.next(slot)) as open(q.next(q_slot), v.next(slot))",
-        "Attend.close_then_open: open(q.next(q_slot), k.next(slot)) as open(q.next(q_slot), v.next(slot))",
         "Attend.step: slot = k.next(before) as slot = v.next(before)",
+        "Attend.write_back: stored = v.ahead(slot, index + 1) as stored = k.ahead(slot, index + 1)",
     ),
-    "stored is q_slot there": ("Attend.run: q_slot = q.next(q_slot) as q_slot = q.next(stored)",),
-    "where there is one Q slot, the next is the same one": (
-        "Attend.close_then_open: upcoming = q.work(q.next(q_slot)) as upcoming = q.work(q_slot)",
-        "Attend.close_then_open: open(q.next(q_slot), k.next(slot)) as open(q_slot, k.next(slot))",
+    "tile is last there": (
+        "Load.run: slot = pair(work, tile, slot, parity) as slot = pair(work, last, slot, parity)  [2]",
+    ),
+    "where nothing is lent parity stays 0, and a wait for the phase before the first one passes": (
+        "Load.run: if const_expr(lends) as if True",
+        "Load.load_v: if const_expr(lends) as if True",
+    ),
+    "where nothing is lent nobody looks at parity": ("Load.run: if const_expr(lends) as if True  [2]",),
+    "an O that has left is waited for twice": (
+        "Load.run: for index in range(last + 1, len(q), unroll=1) as for index in range(last + 0, len(q), unroll=1)",
+    ),
+    "O is written over V only once the next Q is there, and that is loaded after both": (
+        "Load.run: load_v(work, last, slot, parity) before if const_expr(lends)",
     ),
     "when it is asked for, and when the answer is waited for, is a matter of speed": (
         "Load.run: asked = ask() before for tile in range(1, last, unroll=1)",
         "Load.run: for tile in range(max(1, last), last + 1, unroll=1) before asked = ask()",
-        "Load.run: upcoming = next_work(asked) before v.commit(slot)",
+        "Load.run: upcoming = next_work(asked) before if const_expr(lends)",
     ),
     "any other number says as much": ("Attend.run: storing = 1 as storing = 2",),
-    "a consumer releases V after the K of the same tile": ("Load.open: k.acquire(slot) as v.acquire(slot)",),
     "bytes may be announced before their copy is issued": (
-        "Load.pair: v.commit(slot) before v.load(slot, work, tile - 1)",
-        "Load.run: v.commit(slot) before v.load(slot, work, last)",
+        "Load.load_v: v.commit(slot) before v.load(slot, work, tile)",
         "Load.pair: k.commit(ahead) before k.load(ahead, work, tile)",
         "Load.open: k.commit(slot) before k.load(slot, work, 0)",
         "Load.open: q.commit(q_slot) before q.load(q_slot, work, work.q_tile)",
     ),
-    "K is announced later, but the slot that is waited for in between is released without it": (
-        "Load.pair: v.acquire(slot) before k.commit(ahead)",
-        "Load.open: q.acquire(q_slot) before k.commit(slot)",
+    "K is announced later, but the slots that are waited for in between come free without it": (
+        "Load.pair: load_v(work, tile - 1, slot, parity) before k.commit(ahead)",
+        "Load.open: for q in q before k.commit(slot)",
     ),
     "neither asks for the other": (
         "Load.open: q.load(q_slot, work, work.q_tile) before q.post(q_slot, work)",
+        "Load.load_v: v.acquire(slot) before if const_expr(lends)",
         "Attend.run: turn.take() before work = q.work(q_slot)",
+        "Attend.run: leave_q(0, last, q_slot) before k.release(slot)",
         "Attend.run: drain() before retire(0)",
         "Attend.close_and_open: open(q.next(q_slot), k.next(slot)) before upcoming = q.work(q.next(q_slot))",
-        "Attend.close_then_open: turn.take() before upcoming = q.work(q.next(q_slot))",
+        "Attend.step: leave_q(tile, last, q_slot) before k.release(slot)",
     ),
     "a wait comes sooner than it must, and what it waits for needs nothing that comes between": (
+        "Load.run: if const_expr(lends) before for tile in range(max(1, last), last + 1, unroll=1)",
         "Attend.close_and_open: q.wait(q.next(q_slot)) before commit()",
         "Attend.close_and_open: retire(1) before turn.give()",
         "Attend.close_and_open: retire(1) as retire(0)",
-        "Attend.close_then_open: retire(0) before turn.give()",
         "Attend.step: v.wait(before) before commit()",
         "Attend.step: retire(1) before turn.give()",
         "Attend.step: retire(1) as retire(0)",
@@ -114,36 +141,27 @@ HARMLESS = {
     ),
     "the turn is held while a tile lands, and nobody needs a turn to release the slot it lands in": (
         "Attend.close_and_open: turn.take() before v.wait(slot)",
-        "Attend.close_then_open: turn.take() before v.wait(slot)",
         "Attend.step: turn.take() before k.wait(slot)",
     ),
     "the turn passes the right to issue MMAs, and those of this warpgroup are issued": (
-        "Attend.close_then_open: turn.give() before commit()",
         "Attend.step: turn.give() before commit()",
     ),
     "no register is touched in between": (
         "Attend.open: fence() before k.wait(slot)",
         "Attend.close_and_open: fence() before turn.take()",
-        "Attend.close_then_open: fence() before turn.take()",
         "Attend.step: fence() before turn.take()",
         "Attend.step: fence() before v.wait(before)",
         "Attend.step: without fence()  [2]",
         "Attend.step: issue_pv(before) before fence()",
     ),
     "a slot is held longer than it must be": (
-        "Attend.run: for tile in range(1, whole, unroll=1) before if storing != 0",
-        "Attend.close_and_open: write_back(work, q_slot) before v.release(slot)",
-        "Attend.close_then_open: write_back(work, q_slot) before v.release(slot)",
-        "Attend.run: mask(work, 0) before k.release(slot)",
-        "Attend.step: if const_expr(section is not Section.BODY) before k.release(slot)",
+        "Attend.run: mask(work, 0) before leave_q(0, last, q_slot)",
+        "Attend.step: if const_expr(section is not Section.BODY) before leave_q(tile, last, q_slot)",
         "Attend.step: pack_p() before v.release(before)",
     ),
-    "one work tile after the other is right for any number of Q slots, only slower": (
-        "Attend.run: if const_expr(q.stages > 1) as if False",
-    ),
     "the mask of a body tile masks nothing": (
-        "Attend.run: slot = step(Section.BODY, work, tile, q_slot, slot)"
-        " as slot = step(Section.RIGHT, work, tile, q_slot, slot)",
+        "Attend.run: slot = step(Section.BODY, work, tile, last, q_slot, slot)"
+        " as slot = step(Section.RIGHT, work, tile, last, q_slot, slot)",
         "Attend.step: if const_expr(section is not Section.BODY) as if True",
     ),
     "an optimistic role may look for row maxima": ("Attend.step: if const_expr(not optimistic) as if True",),
@@ -187,7 +205,7 @@ def mutants() -> dict[str, Mutant]:
     times: Counter[str] = Counter()
     for subject in SUBJECTS:
         for method in written_methods(subject):
-            for change, mutated in changes(method):
+            for change, mutated in changes(method, RINGS.get(subject, ())):
                 name = f"{subject.__name__}.{method.name}: {change}"
                 times[name] += 1
                 found[name if times[name] == 1 else f"{name}  [{times[name]}]"] = Mutant(subject, mutated)
@@ -202,7 +220,7 @@ def written_methods(subject: type) -> Iterator[ast.FunctionDef]:
             yield method
 
 
-def changes(method: ast.FunctionDef) -> Iterator[tuple[str, ast.FunctionDef]]:
+def changes(method: ast.FunctionDef, rings: Sequence[str]) -> Iterator[tuple[str, ast.FunctionDef]]:
     for block, i, bound in statements(method.body, {argument.arg for argument in method.args.args}):
         statement = block[i]
         if isinstance(statement, ast.Expr):
@@ -210,7 +228,7 @@ def changes(method: ast.FunctionDef) -> Iterator[tuple[str, ast.FunctionDef]]:
         if i + 1 < len(block) and swappable(statement, block[i + 1], bound):
             after = block[i + 1]
             yield f"{text(after)} before {text(statement)}", edited(method, block, i, after, statement)
-        for node, other in replacements(statement, bound):
+        for node, other in replacements(statement, bound, rings):
             changed = text(replaced(statement, node, other))
             yield f"{text(statement)} as {changed}", replaced(method, node, other)
 
@@ -223,8 +241,9 @@ def statements(block: list[ast.stmt], bound: set[str]) -> Iterator[tuple[list[as
             continue
         yield block, i, set(bound)
         if isinstance(statement, (ast.For, ast.While, ast.If)):
+            inside = bound | names(statement.target, ast.Store) if isinstance(statement, ast.For) else bound
             for inner in (statement.body, statement.orelse):
-                yield from statements(inner, bound)
+                yield from statements(inner, inside)
         else:
             bound |= names(statement, ast.Store)
 
@@ -247,36 +266,42 @@ def swappable(first: ast.stmt, second: ast.stmt, bound: set[str]) -> bool:
 
 def is_arithmetic(statement: ast.stmt) -> bool:
     calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    plain = all(isinstance(call, ast.Attribute) and call.attr in ("first", "next") for call in calls)
+    plain = all(isinstance(call, ast.Attribute) and call.attr in ("first", "next", "ahead") for call in calls)
     return isinstance(statement, ast.Assign) and plain
 
 
-def replacements(statement: ast.stmt, bound: set[str]) -> Iterator[tuple[ast.expr, ast.expr]]:
+def replacements(statement: ast.stmt, bound: set[str], rings: Sequence[str]) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Expressions of a statement, not of those inside it, and what to put in their place."""
+    tree: ast.AST = statement
     if isinstance(statement, (ast.If, ast.While)):
-        test = statement.test
+        tree = test = statement.test
         yield from ((test, other) for other in (ast.UnaryOp(ast.Not(), test), ast.Constant(False), ast.Constant(True)))
-        return
-    tree = statement.iter if isinstance(statement, ast.For) else statement
-    hints = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
-    only_q = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in Q_ONLY}
+    elif isinstance(statement, ast.For):
+        tree = statement.iter
+    whole = {id(node.value) for node in ast.walk(tree) if isinstance(node, (ast.keyword, ast.Subscript))}
+    whole |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in ONE_KIND}
+    whole |= {id(node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
     for node in ast.walk(tree):
-        if id(node) not in hints | only_q:
-            yield from ((node, other) for other in substitutes(node, bound))  # type: ignore[misc]
+        if isinstance(node, ast.expr) and id(node) not in whole:
+            yield from ((node, other) for other in substitutes(node, bound, rings))
 
 
-def substitutes(node: ast.AST, bound: set[str]) -> Iterator[ast.expr]:
+def substitutes(node: ast.expr, bound: set[str], rings: Sequence[str]) -> Iterator[ast.expr]:
     match node:
         case ast.Constant(value=int(n)):
             yield from (ast.Constant(other) for other in (n + 1, n - 1) if other >= 0)
-        case ast.Call(func=ast.Attribute(attr="next"), args=[slot]):
+        case ast.Call(func=ast.Attribute(attr="next" | "ahead"), args=[slot, *_]):
             yield slot
-        case ast.Name(id=name, ctx=ast.Load()) if name in SLOTS:
-            yield from (ast.Name(other, ast.Load()) for other in SLOTS if other != name and other in bound)
-        case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in RINGS:
-            yield from (ast.Attribute(node.value, other, ast.Load()) for other in RINGS if other != name)
-        case ast.Attribute(value=ast.Name(id="Section"), attr=name):
-            yield from (ast.Attribute(node.value, other, ast.Load()) for other in SECTIONS if other != name)
+        case ast.IfExp(body=yes, orelse=no):
+            yield from (yes, no)
+        case ast.Compare(left=left, ops=[ast.Lt() | ast.GtE() as op], comparators=right):
+            yield ast.Compare(left, [ast.LtE() if isinstance(op, ast.Lt) else ast.Gt()], right)
+    if isinstance(getattr(node, "ctx", None), ast.Load):
+        name = ast.unparse(node)
+        others = [other for alike in (*ALIKE, rings) if name in alike for other in alike if other != name]
+        if name in INSTEAD and name not in rings:
+            others.append(INSTEAD[name])
+        yield from (ast.parse(o, mode="eval").body for o in others if not o.isidentifier() or o in bound)
 
 
 def edited(method: ast.FunctionDef, block: list[ast.stmt], i: int, *others: ast.stmt) -> ast.FunctionDef:
@@ -317,6 +342,8 @@ def counts() -> dict[str, type[simulate.Cta]]:
         ),
         "a slot waits for one arrival too many": miscounted(empty_arrivals=1),
         "one warp of a warpgroup releases": miscounted(release_arrivals=lambda right: right.release_arrivals // 4),
+        "O has left one arrival too early": miscounted_loans(-1),
+        "O has left one arrival too late": miscounted_loans(1),
         "too few bytes are announced": miscounted(slot_bytes=-2),
         "too many bytes are announced": miscounted(slot_bytes=2),
         "a full barrier waits for two arrivals": miscounted(full_arrivals=1),
@@ -339,7 +366,7 @@ def objection(cta: type[simulate.Cta]) -> Exception | None:
             for problem in PROBLEMS:
                 try:
                     run(problem, seed, policy, cta=cta, multiprocessors=1)
-                except (ScheduleError, WrongNumbers) as error:
+                except (ScheduleError, WrongNumbers, IndexError) as error:  # IndexError: a barrier that is not there
                     return error
     return None
 

@@ -9,13 +9,20 @@ import os
 import pkgutil
 import subprocess
 import sys
+from dataclasses import replace
 
+import cutlass
 import pytest
 
 import fmha.kernels
 from fmha.kernels.sm90 import barriers
+from fmha.kernels.sm90.forward import ForwardKernel
 from schedules import forward, rings, simulate
-from schedules.forward import Attend, Load, Ring, Role, Turn
+from schedules.domain import Dense
+from schedules.forward import Attend, Load, Ring, Role, Slot, Turn
+from schedules.machine import Machine
+from schedules.tiling import WARPGROUP, BlockConfig
+from tests.cpu.simulation import Problem
 
 SCHEDULES = (Load, Attend, Ring, Turn, Role)
 ROLES = (Load, Attend)
@@ -54,7 +61,7 @@ def overridden(cls: type) -> set[str]:
 
 
 def test_programs_are_told_from_operations():
-    assert "run" in programs(Load) and "run" in programs(Attend) and programs(Ring) == {"first", "next"}
+    assert "run" in programs(Load) and "run" in programs(Attend) and programs(Ring) == {"first", "next", "ahead"}
     assert programs(Attend).isdisjoint({"issue_qk", "retire", "row_max", "store_o"})
     assert programs(Turn) == set()
 
@@ -73,7 +80,7 @@ def test_no_program_is_overridden_and_no_operation_is_left_open(cls):
 
 def test_an_overridden_program_is_found():
     class Between(simulate.NumpyAttend):
-        def step(self, section, work, tile, before):
+        def step(self, section, work, tile, last, q_slot, before):
             return before
 
     class Below(Between):
@@ -89,12 +96,23 @@ def test_an_overridden_program_is_found():
 
 @pytest.fixture
 def instructions(monkeypatch) -> list[tuple]:
-    """What the kernel's rings and turns ask of the hardware: (instruction, barrier, argument)."""
+    """What the kernel's rings and turns ask of the hardware: (instruction, barrier, argument). "elected" is an arrival
+    by one lane of each warp."""
     calls: list[tuple] = []
+    elected: list[bool] = []
+
+    @contextlib.contextmanager
+    def elect_one():
+        elected.append(True)
+        yield
+        elected.pop()
 
     def record(name: str):
         def call(*arguments, barrier_id=None, number_of_threads=None):
-            calls.append((name, *arguments) if barrier_id is None else (name, barrier_id, number_of_threads))
+            if name == "mbarrier_arrive" and elected:
+                calls.append(("elected", *arguments))
+            else:
+                calls.append((name, *arguments) if barrier_id is None else (name, barrier_id, number_of_threads))
 
         monkeypatch.setattr(barriers.cute.arch, name, call)
 
@@ -102,37 +120,75 @@ def instructions(monkeypatch) -> list[tuple]:
         record(name)
     record("barrier")
     record("barrier_arrive")
-    monkeypatch.setattr(barriers.cute.arch, "elect_one", contextlib.nullcontext)
+    monkeypatch.setattr(barriers.cute.arch, "elect_one", elect_one)
     return calls
 
 
-@pytest.mark.parametrize(
-    ("kernel_ring", "model_ring", "more"),
-    [(barriers.TmaRing, rings.NumpyRing, ()), (barriers.QueryRing, rings.NumpyWorkRing, (None, None))],
-)
-def test_the_rings_of_kernel_and_model_count_alike(instructions, kernel_ring, model_ring, more):
-    """An empty barrier waits for the arrivals of every consumer; parities are the same."""
-    cta = simulate.Cta.__new__(simulate.Cta)
-    cta.config = simulate.SMALL
-    counts = cta.counts(model_ring, elements=256)
-    warps = cta.config.consumers * 4
-    ring = kernel_ring(100, 3, counts.slot_bytes, warps, *more)
-    assert warps * kernel_ring.RELEASING_LANES == counts.empty_arrivals
-    assert counts.empty_arrivals == cta.config.consumers * counts.release_arrivals
-    ring.init()
-    expected = {100: counts.full_arrivals, 103: counts.empty_arrivals}
+CONFIG = replace(simulate.SMALL, stages=3, consumers=3)
+FIRST = 100  # the first barrier
+
+
+def kernel_rings(config: BlockConfig) -> list[barriers.TmaRing]:
+    """Q of each warpgroup, K, V, and once more Q, as the last warpgroup has it."""
+    kernel = ForwardKernel(cutlass.BFloat16, "dense", config)
+    (*q, last), k, v = kernel._rings(FIRST, None, [None] * 4, index=config.consumers - 1, heads_per_kv_head=1)
+    return [*q, k, v, last]
+
+
+def model_rings(config: BlockConfig) -> list[rings.NumpyRing]:
+    tensors = simulate.Tensors(*Problem(20, 10).inputs(), scale=None)
+    cta = simulate.Cta(tensors, Dense(config.tile_m, config.tile_n), config, Machine("lazy"), iter(()))
+    return [*cta.q, cta.k, cta.v, cta.q[-1]]
+
+
+@pytest.mark.parametrize("q_stages", (1, 2))
+def test_the_barriers_of_kernel_and_model_count_alike(instructions, q_stages):
+    """The kernel initialises each of its barriers once, with the arrivals that the model waits for."""
+    config = replace(CONFIG, q_stages=q_stages)
+    expected = []
+    for kernel, model in zip(kernel_rings(config)[:-1], model_rings(config)[:-1], strict=True):
+        kernel.init()
+        assert (kernel.stages, kernel.stage_bytes) == (model.stages, model.counts.slot_bytes)
+        assert model.counts.empty_arrivals == len(model.consumers) * model.counts.release_arrivals
+        expected += [barrier.count for slot in model.slots for barrier in (slot.full, slot.empty)]
+        expected += [left.count for left in getattr(model, "left", ())]
+    assert [count for _, _, count in instructions] == expected
+    assert sorted(barrier for _, barrier, _ in instructions) == [*range(FIRST, FIRST + config.barriers)]
+
+
+@pytest.mark.parametrize(("ring", "first"), [(1, 104), (2, 108), (3, 112), (4, 118), (-1, 108)])
+def test_the_rings_of_kernel_and_model_are_alike(instructions, ring, first):
+    """Full barriers come before empty ones, whose first wait passes at once, and as many lanes arrive."""
+    kernel, model = kernel_rings(CONFIG)[ring], model_rings(CONFIG)[ring]
+    for operation in (kernel.acquire, kernel.commit, kernel.wait, kernel.release):
+        operation(Slot(stage=1, parity=1))
+    full, empty = first + 1, first + kernel.stages + 1
+    lanes = {"elected": 1, "mbarrier_arrive": 32}[instructions[-1][0]]
+    assert WARPGROUP // 32 * lanes == model.counts.release_arrivals
     assert instructions == [
-        ("mbarrier_init", first + stage, expected[first]) for stage in range(3) for first in (100, 103)
+        ("mbarrier_wait", empty, 0),
+        ("mbarrier_arrive_and_expect_tx", full, model.counts.slot_bytes),
+        ("mbarrier_wait", full, 1),
+        (instructions[-1][0], empty),
     ]
-    instructions.clear()
-    for operation in (ring.acquire, ring.commit, ring.wait, ring.release):
-        operation(forward.Slot(stage=2, parity=1))
+
+
+def test_the_loans_of_kernel_and_model_are_alike(instructions):
+    """O is waited for and announced beside the slots of V, for each warpgroup, by a lane of each of its warps."""
+    kernel, model = kernel_rings(CONFIG)[4], model_rings(CONFIG)[4]
+    slot = Slot(stage=1, parity=1)
+    kernel.borrow(slot)
+    kernel.give_back(slot, 2)
+    kernel.reclaim(2, 1)
+    kernel.reclaim(0, 0)
+    empty, left = 118 + 3 + 1, 118 + 2 * 3
     assert instructions == [
-        ("mbarrier_wait", 105, 0),
-        ("mbarrier_arrive_and_expect_tx", 102, 512),
-        ("mbarrier_wait", 102, 1),
-        ("mbarrier_arrive", 105),
+        ("mbarrier_wait", empty, 0),
+        ("elected", left + 2),
+        ("mbarrier_wait", left + 2, 0),
+        ("mbarrier_wait", left, 1),
     ]
+    assert [barrier.count for barrier in model.left] == [WARPGROUP // 32] * 3
 
 
 def test_the_turns_of_kernel_and_model_are_alike(instructions):

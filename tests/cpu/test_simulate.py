@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from schedules import simulate
 from schedules.forward import Slot
 from schedules.machine import POLICIES, CountError, Deadlock, Hazard, OrderError, RangeError, TileError
-from schedules.rings import NumpyRing, NumpyTurn, NumpyWorkRing
+from schedules.rings import NumpyLendingRing, NumpyRing, NumpyTurn, NumpyWorkRing
 from schedules.simulate import NumpyAttend, NumpyLoad
-from schedules.tiling import rivals
+from schedules.tiling import BlockConfig, rivals
 from schedules.work import Work, work_of
 from tests.cpu.simulation import (
     ADVERSARIES,
@@ -25,6 +25,7 @@ from tests.cpu.simulation import (
     broken,
     broken_rings,
     miscounted,
+    miscounted_loans,
     run,
     small,
 )
@@ -32,16 +33,23 @@ from tests.cpu.simulation import (
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
+# With one Q slot V has a slot for each warpgroup; else any number will do.
+DEPTHS = [(c, stages, 2) for c in (1, 2, 3) for stages in (1, 2, 3, 4)] + [(c, c, 1) for c in (1, 2, 3)]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("consumers", (1, 2, 3))
-@pytest.mark.parametrize("stages", (1, 2, 3, 4))
-@pytest.mark.parametrize("q_stages", (1, 2))
+@pytest.mark.parametrize(("consumers", "stages", "q_stages"), DEPTHS)
 @pytest.mark.parametrize("causal", (False, True))
 def test_numbers_under_every_schedule(policy, consumers, stages, q_stages, causal):
     for ones in (0, 8):
         config = small(consumers, stages, q_stages, ones=ones)
         for seed, (seqlen_q, seqlen_k) in enumerate([(1, 1), (16 * consumers, 96), (33, 47), (70, 130)]):
             run(Problem(seqlen_q, seqlen_k, causal, heads=2, config=config), seed, policy)
+
+
+def of_any_depth(consumers: int, stages: int, q_stages: int, **rest) -> BlockConfig:
+    """`stages` counts with several Q slots only."""
+    return small(consumers, consumers if q_stages == 1 else stages, q_stages, **rest)
 
 
 @settings(max_examples=200)
@@ -53,7 +61,7 @@ def test_numbers_under_every_schedule(policy, consumers, stages, q_stages, causa
     group=st.integers(1, 3),
     head_dim=st.integers(1, 16),
     config=st.builds(
-        small, consumers=st.integers(1, 3), stages=st.integers(1, 4), q_stages=st.integers(1, 3),
+        of_any_depth, consumers=st.integers(1, 3), stages=st.integers(1, 4), q_stages=st.integers(1, 3),
         tile_n=st.sampled_from([16, 32, 48]), ones=st.sampled_from([0, 8]),
     ),
     multiprocessors=st.integers(1, 5),
@@ -258,8 +266,8 @@ class RetiresOneTooFew(NumpyAttend):
 
 
 class ReadsAfterRelease(NumpyAttend):
-    def close_and_open(self, work: Work, q_slot: Slot, slot: Slot) -> Work:
-        upcoming = super().close_and_open(work, q_slot, slot)
+    def close_and_open(self, q_slot: Slot, slot: Slot) -> Work:
+        upcoming = super().close_and_open(q_slot, slot)
         self.issue_pv(slot)
         return upcoming
 
@@ -310,9 +318,47 @@ class TakesOneTurnTooMany(NumpyAttend):
             self.turn.take()
 
 
+class TakesAnothersQueries(NumpyAttend):
+    def __init__(self, cta: simulate.Cta, index: int) -> None:
+        super().__init__(cta, index)
+        self.q = cta.q[0]
+
+
+class ReleasesQueriesEarly(NumpyAttend):
+    def issue_qk(self, q_slot: Slot, slot: Slot) -> None:
+        super().issue_qk(q_slot, slot)
+        self.q.release(q_slot)
+
+
+class LeavesQueriesEarly(NumpyAttend):
+    def leave_q(self, tile: int, last: int, q_slot: Slot) -> None:
+        super().leave_q(tile, last - 1, q_slot)
+
+
+class GivesBackEarly(NumpyAttend):
+    def stage_o(self, slot: Slot) -> None:
+        super().stage_o(slot)
+        self.v.give_back(slot, self.index)
+
+
+class GivesBackAnothers(NumpyAttend):
+    def free(self, stored: Slot) -> None:
+        super().free(self.v.next(stored))
+
+
+class SaysThatAnothersHasLeft(NumpyAttend):
+    def free(self, stored: Slot) -> None:
+        self.v.give_back(stored, 1 - self.index)
+
+
+class ReleasesWhatItBorrowed(NumpyAttend):
+    def free(self, stored: Slot) -> None:
+        self.v.release(stored)
+
+
 class LoadsOnlyTheFirst(NumpyLoad):
     def run(self) -> None:
-        self.open(self.first_work(), self.q.first(), self.k.first())
+        self.open(self.first_work(), self.q[0].first(), self.k.first())
 
 
 class AnnouncesTooMuch(NumpyLoad):
@@ -333,18 +379,30 @@ def visiting(change: int) -> type[simulate.Cta]:
     )
 
 
-def twice(operation: str) -> type[simulate.Cta]:
+def twice(operation: str, ring: type[NumpyRing] = NumpyRing) -> type[simulate.Cta]:
     """Rings that do `operation` twice."""
 
     def both(self, *arguments) -> None:
-        getattr(NumpyRing, operation)(self, *arguments)
-        getattr(NumpyRing, operation)(self, *arguments)
+        getattr(ring, operation)(self, *arguments)
+        getattr(ring, operation)(self, *arguments)
 
     return broken_rings(**{operation: both})
 
 
 def wait_for_the_other_parity(self: NumpyRing, slot: Slot) -> None:
     NumpyRing.wait(self, slot._replace(parity=slot.parity ^ 1))
+
+
+def borrow_by_the_other_parity(self: NumpyLendingRing, slot: Slot) -> None:
+    NumpyLendingRing.borrow(self, slot._replace(parity=slot.parity ^ 1))
+
+
+def reclaim_by_the_other_parity(self: NumpyLendingRing, index: int, parity: int) -> None:
+    NumpyLendingRing.reclaim(self, index, parity ^ 1)
+
+
+def reclaim_from_the_first(self: NumpyLendingRing, index: int, parity: int) -> None:
+    NumpyLendingRing.reclaim(self, 0, parity)
 
 
 def load_of_another(self: NumpyRing, slot: Slot, work: Work, tile: int) -> None:
@@ -385,7 +443,7 @@ BROKEN = {
         Hazard,
         r"stage_o, tile 0, .*writes the staged O while QK of tile 0 by attend\d is in flight",
     ),
-    "O staged where there is no slot": (broken(ATTEND=StagesBesideItsQueries), Hazard, r"use Q\[7\].*stages 0 to 1"),
+    "O staged where there is no slot": (broken(ATTEND=StagesBesideItsQueries), Hazard, r"use Q\d\[7\].*stages 0 to 1"),
     "O stored before it is published": (
         without("publish_o"),
         Hazard,
@@ -394,7 +452,7 @@ BROKEN = {
     "a slot released while O leaves through it": (
         without("drain"),
         Hazard,
-        r"attend\d: release Q\[0\], tile 0, .*releases Q\[0\] while store O of tile 0 by attend\d is in flight",
+        r"attend(\d): release Q\1\[0\], tile 0, .*releases Q\1\[0\] while store O of tile 0 by attend\1 is in flight",
     ),
     "a slot refilled before it is released": (
         broken_rings(acquire=nothing),
@@ -404,12 +462,12 @@ BROKEN = {
     "a slot read before it is full": (
         broken_rings(wait=nothing),
         Hazard,
-        r"attend\d: work Q\[0\].*uses Q\[0\] without having waited for it",
+        r"attend(\d): work Q\1\[0\].*uses Q\1\[0\] without having waited for it",
     ),
     "a wait for the other parity": (
         broken_rings(wait=wait_for_the_other_parity),
         (Hazard, Deadlock),
-        r"attend(\d): wait Q\[0\], .*the wait passed, but nothing was loaded since attend\1 released Q\[0\]",
+        r"attend(\d): wait Q\1\[0\], .*the wait passed, but nothing was loaded since attend\1 released Q\1\[0\]",
     ),
     "a slot read after its release": (
         broken(ATTEND=ReadsAfterRelease),
@@ -423,7 +481,7 @@ BROKEN = {
         Deadlock,
         r"load: acquire K\[0\], tile \d \(K\[0\] empty, phase 0: 8 arrivals",
     ),
-    "a slot announced twice": (twice("commit"), CountError, r"one arrival too many at [QKV]\[\d\] full"),
+    "a slot announced twice": (twice("commit"), CountError, r"one arrival too many at (Q\d|K|V)\[\d\] full"),
     "bytes announced that nobody waits for": (
         broken(LOAD=AnnouncesTooMuch),
         CountError,
@@ -434,10 +492,15 @@ BROKEN = {
         CountError,
         r"load: commit K\[0\], tile 0, .*K\[0\]: 1536 bytes announced, 512 copied",
     ),
+    "Q of another warpgroup": (
+        broken(ATTEND=TakesAnothersQueries),
+        Hazard,
+        r"attend1: wait Q0\[0\], .*nothing was loaded since attend1 released Q0\[0\]",
+    ),
     "no work tile beside Q": (
         broken(WORK_RING=type("Silent", (NumpyWorkRing,), {"post": nothing})),
         Hazard,
-        r"attend\d: work Q\[0\], tile 0, .*nothing was posted in Q\[0\]",
+        r"attend(\d): work Q\1\[0\], tile 0, .*nothing was posted in Q\1\[0\]",
     ),
     "K of another head": (
         broken_rings(load=load_of_another),
@@ -484,14 +547,104 @@ BROKEN = {
 }
 
 
+BROKEN_LOANS = {  # with one Q slot
+    "Q never released": (
+        broken(ATTEND=type("StaysWithQueries", (NumpyAttend,), {"leave_q": nothing})),
+        Deadlock,
+        r"load: acquire Q(\d)\[0\], .*attend\1: wait Q\1\[0\], tile 5",
+    ),
+    "Q released before its MMA has retired": (
+        broken(ATTEND=ReleasesQueriesEarly),
+        Hazard,
+        r"attend(\d): release Q\1\[0\], tile 0, .*releases Q\1\[0\] while QK of tile 0 by attend\1 is in flight",
+    ),
+    "Q released before its last MMA": (
+        broken(ATTEND=LeavesQueriesEarly),
+        Hazard,
+        r"attend(\d): issue QK K\[1\], tile 5, .*uses Q\1\[0\] without having waited for it, or after releasing it",
+    ),
+    "O staged in a slot that was not borrowed": (
+        broken_rings(borrow=nothing),
+        Hazard,
+        r"attend\d: stage_o, .*uses V\[\d\] without having waited for it, or after releasing it",
+    ),
+    "a slot borrowed before the others have released it": (
+        broken_rings(borrow=borrow_by_the_other_parity),
+        (Hazard, Deadlock),
+        r"attend(\d): borrow V\[\d\], .*refills V\[\d\], not released by attend(?!\1)",
+    ),
+    "a slot borrowed twice": (
+        twice("borrow", NumpyLendingRing),
+        Hazard,
+        r"attend(\d): borrow V\[(\d)\], .*refills V\[\2\], not released by attend\1",
+    ),
+    "O stored before it is published in V": (
+        without("publish_o"),
+        Hazard,
+        r"issue store O, tile 0, .*store O uses the staged O, touched without fence.proxy.async since",
+    ),
+    "O stored from a slot that has been given back": (
+        broken(ATTEND=GivesBackEarly),
+        Hazard,
+        r"issue store O, tile 0, .*uses V\[\d\] without having waited for it, or after releasing it",
+    ),
+    "a slot given back while O leaves through it": (
+        without("drain"),
+        Hazard,
+        r"attend(\d): give_back V\[(\d)\], .*gives back V\[\2\] while store O of tile 0 by attend\1 is in flight",
+    ),
+    "a slot given back twice": (
+        twice("give_back", NumpyLendingRing),
+        CountError,
+        r"attend\d: give_back V\[(\d)\], .*gives back V\[\1\], which it has not borrowed",
+    ),
+    "a slot of another given back": (
+        broken(ATTEND=GivesBackAnothers),
+        CountError,
+        r"attend\d: give_back V\[(\d)\], .*gives back V\[\1\], which it has not borrowed",
+    ),
+    "a slot given back in another's name": (
+        broken(ATTEND=SaysThatAnothersHasLeft),
+        Hazard,
+        r"(load: issue load|attend\d: borrow) V\[(\d)\], .*refills V\[\2\], not released by attend\d",
+    ),
+    "a slot released that was borrowed": (
+        broken(ATTEND=ReleasesWhatItBorrowed),
+        CountError,
+        r"attend\d: release V\[(\d)\], .*releases V\[\1\] without holding it",
+    ),
+    "a slot never given back": (
+        broken_rings(give_back=nothing),
+        Deadlock,
+        r"load: reclaim O of attend0 left, tile 1 \(O of attend0 left, phase 0: 4 arrivals",
+    ),
+    "V loaded over O": (
+        broken_rings(reclaim=nothing),
+        Hazard,
+        r"load: issue load V\[\d\], tile \d, .*refills V\[\d\], not released by attend\d",
+    ),
+    "V loaded over the O of the second warpgroup": (
+        broken_rings(reclaim=reclaim_from_the_first),
+        Hazard,
+        r"load: issue load V\[\d\], tile 1, .*refills V\[\d\], not released by attend1",
+    ),
+    "a reclaim by the other parity": (
+        broken_rings(reclaim=reclaim_by_the_other_parity),
+        Deadlock,
+        r"load: reclaim O of attend0 left, tile 1 \(O of attend0 left, phase 0: 4 arrivals",
+    ),
+}
+
+
 @pytest.mark.parametrize("policy", ADVERSARIES)
-@pytest.mark.parametrize("mistake", BROKEN)
+@pytest.mark.parametrize("mistake", [*BROKEN, *BROKEN_LOANS])
 def test_a_mistake_is_named_whatever_the_schedule(mistake, policy):
-    cta, kind, message = BROKEN[mistake]
+    cta, kind, message = (BROKEN | BROKEN_LOANS)[mistake]
+    problem = Problem(30, 83, heads=3, config=small(q_stages=1 if mistake in BROKEN_LOANS else 2))
     errors = []
     for seed in range(10):
         try:
-            run(Problem(30, 83, heads=3), seed, policy, cta=cta)
+            run(problem, seed, policy, cta=cta, multiprocessors=1)
         except kind as error:
             errors.append(str(error))
     assert any(re.search(message, error) for error in errors), errors
@@ -512,6 +665,24 @@ def test_a_release_is_counted_even_if_nobody_waits_for_it():
         run(Problem(20, 10), cta=miscounted(empty_arrivals=1))
 
 
+def test_a_loan_is_counted_even_if_nobody_waits_for_its_end():
+    with pytest.raises(CountError, match=r"exit: O of attend0 left, phase 1: 2 arrivals and 0 bytes to come"):
+        run(Problem(20, 10, heads=2, config=small(q_stages=1)), cta=miscounted_loans(-1), multiprocessors=1)
+
+
+@pytest.mark.parametrize("policy", ADVERSARIES)
+def test_v_needs_a_slot_for_each_warpgroup_that_borrows_one(policy):
+    with pytest.raises((Hazard, Deadlock)):
+        run(Problem(40, 83, heads=3, config=small(consumers=3, stages=2, q_stages=1)), policy=policy, multiprocessors=1)
+
+
+def test_with_one_slot_the_next_q_is_loaded_before_o_leaves():
+    problem = Problem(16, 80, heads=2, config=small(consumers=1, stages=1, q_stages=1))
+    what = [event.what for event in run(problem, policy="steady", multiprocessors=1).trace]
+    _, second, _ = (i for i, name in enumerate(what) if name == "issue load Q0[0]")
+    assert what.index("release Q0[0]") < second < what.index("normalise") < what.index("issue store O")
+
+
 def test_a_work_tile_posted_long_ago_is_not_taken_for_a_new_one():
     """Three work tiles in two Q slots, and nothing is posted beside the third."""
 
@@ -520,7 +691,7 @@ def test_a_work_tile_posted_long_ago_is_not_taken_for_a_new_one():
             if work.head < 2:
                 super().post(slot, work)
 
-    with pytest.raises(Hazard, match=r"attend\d: work Q\[0\], tile 0, .*nothing was posted in Q\[0\]"):
+    with pytest.raises(Hazard, match=r"attend(\d): work Q\1\[0\], tile 0, .*nothing was posted in Q\1\[0\]"):
         run(Problem(20, 10, heads=3), cta=broken(WORK_RING=Forgets), multiprocessors=1)
 
 
@@ -536,14 +707,14 @@ def test_a_slot_holds_nan_while_a_copy_is_on_its_way(policy):
 
     def load(self: NumpyRing, slot: Slot, work: Work, tile: int) -> None:
         NumpyRing.load(self, slot, work, tile)
-        seen.append(all(np.isnan(part.data).all() for part in self.at(slot).parts))
+        seen.append(np.isnan(self.at(slot).buffer.data).all())
 
     def wait(self: NumpyRing, slot: Slot) -> None:
         NumpyRing.wait(self, slot)
-        assert all(np.isfinite(part.data).all() for part in self.at(slot).parts)
+        assert np.isfinite(self.at(slot).buffer.data).all()
 
     run(Problem(30, 83), policy=policy, cta=broken_rings(load=load, wait=wait))
-    assert seen == [True] * (6 + 6 + 1 + 2), "K, V, Q, and the K and Q of no work tile"
+    assert seen == [True] * (6 + 6 + 2 + 3), "K, V, both Qs, and the K and Qs of no work tile"
 
 
 def test_the_oracle_by_hand():

@@ -48,13 +48,14 @@ def test_a_target_is_the_call_that_the_library_sees() -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_grid_fits_the_chip_with_rings_as_deep_as_they_go(head_dim: int) -> None:
     found = tune.grid(target(f"D{head_dim} S4096"))
-    assert len(found) == len(set(found)) > 15
+    assert len(found) == len(set(found)) >= 10
     for config in found:
         assert config.check(CHIPS[ARCH]) is None and config.head_dim == head_dim
         assert 2 <= config.stages <= 4 and config.q_stages in (1, 2)
         assert config.ones == (0 if head_dim == 256 else 8)
         deeper = replace(config, stages=config.stages + 1)
-        assert config.stages == 4 or deeper.check(CHIPS[ARCH]) is not None
+        deepest = config.consumers if config.lends else 4
+        assert config.stages == deepest or deeper.check(CHIPS[ARCH]) is not None
     shapes = {(config.consumers, config.tile_n, config.q_stages) for config in found}
     assert {consumers for consumers, _, _ in shapes} == ({1, 2} if head_dim == 256 else {1, 2, 3})
     for row in table(head_dim):  # what the table has grew on this grid

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from schedules.forward import Ring, Slot, Turn, WorkRing
+from schedules.forward import LendingRing, Ring, Slot, Turn, WorkRing
 from schedules.tiling import WARPGROUP
 from schedules.work import Work
 
@@ -81,8 +81,32 @@ class TileRing(TmaRing):
         )
 
 
+class ValueRing(TileRing, LendingRing):
+    """V. Behind the barriers of its slots there is one for each warpgroup, for its O to have left one of them."""
+
+    def __init__(self, barriers, stages, stage_bytes, consumer_warps, copy: Copy, heads_per_kv_head: Int32) -> None:
+        super().__init__(barriers, stages, stage_bytes, consumer_warps, copy, heads_per_kv_head)
+        self.left = barriers + 2 * stages
+        self.warpgroups = consumer_warps * 32 // WARPGROUP
+
+    def init(self) -> None:
+        super().init()
+        for warpgroup in range(self.warpgroups):
+            cute.arch.mbarrier_init(self.left + warpgroup, self.release_arrivals // self.warpgroups)
+
+    def borrow(self, slot: Slot) -> None:
+        cute.arch.mbarrier_wait(self.empty + slot.stage, slot.parity ^ 1)
+
+    def give_back(self, slot: Slot, index: Int32) -> None:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.left + index)
+
+    def reclaim(self, index: Int32, parity: Int32) -> None:
+        cute.arch.mbarrier_wait(self.left + index, parity ^ 1)
+
+
 class QueryRing(TmaRing, WorkRing):
-    """Q: a slot holds a 64-row copy for each consumer warpgroup, and a work tile in four integers beside it.
+    """The Q of one warpgroup: a slot holds 64 rows, and a work tile in four integers beside it.
 
     Every lane reads those by an ordinary load, so every lane arrives when it releases them: an arrival orders only the
     reads of the thread that arrives.
@@ -90,36 +114,36 @@ class QueryRing(TmaRing, WorkRing):
 
     RELEASING_LANES = 32
 
-    def __init__(self, barriers, stages, stage_bytes, consumer_warps, copy: Copy, posted: cute.Tensor) -> None:
-        super().__init__(barriers, stages, stage_bytes, consumer_warps)
-        self.copy = copy  # its tiles and slots are of 64 rows
-        self.warpgroups = consumer_warps * 32 // WARPGROUP
-        self.posted = posted  # (field, stage) in shared memory
+    def __init__(self, barriers, stages, stage_bytes, copy: Copy, posted: cute.Tensor, index, warpgroups: int) -> None:
+        super().__init__(barriers + index * 2 * stages, stages, stage_bytes, WARPGROUP // 32)
+        self.copy = copy  # the slots of each warpgroup, one warpgroup after the other
+        self.posted = posted  # (field, slot) in shared memory
+        self.index = index
+        self.warpgroups = warpgroups
 
     def load(self, slot: Slot, work: Work, tile: int) -> None:
-        for warpgroup in range(self.warpgroups):
-            cute.copy(
-                self.copy.atom,
-                self.copy.tiles[None, tile * self.warpgroups + warpgroup, work.head, work.batch],
-                self.copy.shared[None, self.place(slot, warpgroup)],
-                tma_bar_ptr=self.full + slot.stage,
-            )
+        cute.copy(
+            self.copy.atom,
+            self.copy.tiles[None, tile * self.warpgroups + self.index, work.head, work.batch],
+            self.copy.shared[None, self.place(slot)],
+            tma_bar_ptr=self.full + slot.stage,
+        )
 
-    def place(self, slot: Slot, warpgroup: Int32) -> Int32:
-        """The part of a slot that holds the rows of a warpgroup, among those of all slots."""
-        return slot.stage * self.warpgroups + warpgroup
+    def place(self, slot: Slot) -> Int32:
+        """The slot among those of all warpgroups."""
+        return self.index * self.stages + slot.stage
 
     def post(self, slot: Slot, work: Work) -> None:
         # The elected thread is the one that arrives in `commit`, and its arrival releases what it wrote.
         with cute.arch.elect_one():
             for i, field in enumerate(work):
-                self.posted[i, slot.stage] = Int32(field)
+                self.posted[i, self.place(slot)] = Int32(field)
 
     def release(self, slot: Slot) -> None:
         cute.arch.mbarrier_arrive(self.empty + slot.stage)
 
     def work(self, slot: Slot) -> Work:
-        return Work(*(cute.arch.make_warp_uniform(self.posted[i, slot.stage]) for i in range(len(Work._fields))))
+        return Work(*(cute.arch.make_warp_uniform(self.posted[i, self.place(slot)]) for i in range(len(Work._fields))))
 
 
 class PingPong(Turn):

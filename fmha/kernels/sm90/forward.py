@@ -26,7 +26,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fmha.jit.arguments import SHAPES, SIZES, STRIDE_ELEMENTS
 from fmha.kernels.sm90 import softmax, wgmma
-from fmha.kernels.sm90.barriers import Copy, PingPong, QueryRing, TileRing
+from fmha.kernels.sm90.barriers import Copy, PingPong, QueryRing, TileRing, ValueRing
 from schedules.domain import DOMAINS, Visits
 from schedules.forward import FLOOR, LARGE_PART, Attend, Load, Slot
 from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
@@ -39,8 +39,9 @@ WARPS_PER_WARPGROUP = WARPGROUP // 32
 class TmaLoad(Load):
     """The producer warp. The integer at address `counter` counts the work tiles taken, from `base` on."""
 
-    def __init__(self, rings, domain, lengths, grid, counter, base) -> None:
-        self.q, self.k, self.v = rings
+    def __init__(self, rings, lends, domain, lengths, grid, counter, base) -> None:
+        self.q, self.k, self.v = rings  # q: a ring for each warpgroup
+        self.lends = lends
         self.domain = domain
         self.seqlen_q, self.seqlen_k = lengths
         self.grid = grid  # (q_tiles, heads, batches, group)
@@ -79,7 +80,7 @@ class WgmmaAttend(Attend):
     rounds it, it makes the error twice as large as where references are maxima and the largest weight is 1, exactly.
     """
 
-    def __init__(self, kernel, rings, turn, operands, store, lengths, scale_log2, warpgroup_index) -> None:
+    def __init__(self, kernel, rings, turn, operands, store, lengths, scale_log2, index) -> None:
         self.kernel = kernel
         self.q, self.k, self.v = rings
         self.turn = turn
@@ -88,7 +89,7 @@ class WgmmaAttend(Attend):
         self.domain = kernel.domain
         self.seqlen_q, self.seqlen_k = lengths
         self.scale_log2 = scale_log2
-        self.warpgroup_index = warpgroup_index
+        self.index = index
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.lane = cute.arch.lane_idx()
 
@@ -96,16 +97,17 @@ class WgmmaAttend(Attend):
         self.s = kernel.qk.make_fragment_C(kernel.qk.partition_shape_C((ROWS_PER_WARPGROUP, config.tile_n)))
         self.o = cute.make_rmem_tensor((config.head_dim + config.ones) // 2, Float32)
         self.p = cute.make_rmem_tensor(config.tile_n // 4, Int32)
-        self.optimistic = config.ones > 0
+        self.optimistic, self.lends = config.ones > 0, config.lends
         self.weights = cute.make_rmem_tensor(config.tile_n // 2, Float32) if self.optimistic else self.s
         self.reference = cute.make_rmem_tensor(softmax.ROWS, Float32)  # log2, scaled
         self.grown = cute.make_rmem_tensor(softmax.ROWS, Float32)  # the same, this tile included
         self.row_sum = cute.make_rmem_tensor(softmax.ROWS, Float32)  # of this thread's columns
         self.top = cute.make_rmem_tensor(softmax.ROWS, Float32)  # this thread's largest weight of a row in the tile
+        self.mended = cute.make_rmem_tensor(1, Int32)  # tiles of the work tile, by this warp
 
     def row(self, work: Work, r: int) -> Int32:
         """The query that row `r` of this thread is."""
-        tile = work.q_tile * self.kernel.config.tile_m + self.warpgroup_index * ROWS_PER_WARPGROUP
+        tile = work.q_tile * self.kernel.config.tile_m + self.index * ROWS_PER_WARPGROUP
         return tile + (self.thread // 32) * 16 + self.lane // 4 + 8 * r
 
     def visits(self, work: Work) -> Visits:
@@ -114,18 +116,15 @@ class WgmmaAttend(Attend):
     def start(self) -> None:
         self.o.fill(0.0)
         self.row_sum.fill(0.0)
+        self.mended.fill(0)
         for r in range(softmax.ROWS):
             self.reference[r] = cute.arch.fmax(self.needed(r), Float32(FLOOR))
-
-    def q_place(self, slot: Slot) -> Int32:
-        """This warpgroup's 64 rows of a Q slot."""
-        return self.q.place(slot, self.warpgroup_index)
 
     def fence(self) -> None:
         warpgroup.fence()
 
     def issue_qk(self, q_slot: Slot, slot: Slot) -> None:
-        wgmma.multiply_shared(self.s, self.sq, self.q_place(q_slot), self.sk, slot.stage, self.kernel.dtype)
+        wgmma.multiply_shared(self.s, self.sq, self.q.place(q_slot), self.sk, slot.stage, self.kernel.dtype)
 
     def issue_pv(self, slot: Slot) -> None:
         wgmma.multiply_registers(self.o, self.p, self.sv, slot.stage, self.kernel.dtype)
@@ -209,30 +208,28 @@ class WgmmaAttend(Attend):
 
     @cute.jit
     def mend(self, tile: int):
+        self.mended[0] = self.mended[0] + 1
         for r in cutlass.range_constexpr(softmax.ROWS):
             largest = self.largest_score(r) * self.scale_log2 - self.reference[r]
             self.top[r] = cute.math.exp2(largest, fastmath=True)
-        if self.any_top(2.0 ** softmax.MOST[self.kernel.dtype], 0, 1):
+        if cute.arch.vote_any_sync(cute.arch.fmax(self.top[0], self.top[1]) > 2.0 ** softmax.MOST[self.kernel.dtype]):
             self.row_max()
             self.rescale()
             self.exponents(tile)
             self.pack_p()
         else:
             for r in cutlass.range_constexpr(softmax.ROWS):
-                if self.any_top(2.0**softmax.LIMIT, r):
-                    self.mend_row(r)
-
-    def any_top(self, limit: float, *rows: int) -> Boolean:
-        """Whether a lane has a larger weight in these rows."""
-        tops = [self.top[r] for r in rows]
-        return cute.arch.vote_any_sync((cute.arch.fmax(*tops) if len(tops) > 1 else tops[0]) > limit)
+                self.mend_row(r)
 
     def mend_row(self, r: int) -> None:
-        """O and the sum move by what the largest weight is rounded by, too, if that is a large part of the sum."""
+        """O and the sum move by what the largest weight is rounded by, too, if that is a large part of the sum. Where
+        maxima go on growing, the reference goes ahead of them."""
         top, total = softmax.quad_reduce(self.top[r], cute.arch.fmax), self.total(r)
         rounded = top.to(self.kernel.dtype).to(Float32)
         ratio = softmax.select(top > total * LARGE_PART, rounded * cute.arch.rcp_approx(top), Float32(1.0))
-        steps = self.steps(top, total)
+        grows = self.mended[0] > softmax.MENDED_EXACTLY
+        ahead = softmax.select(grows, Float32(2.0 ** softmax.AHEAD[self.kernel.dtype]), Float32(1.0))
+        steps = self.steps(top * ahead, total)
         self.lower(r, steps)
         self.reference[r] = self.reference[r] - cute.math.log2(ratio, fastmath=True)
         self.scale_o(r, ratio * softmax.power_of_2(-steps))
@@ -255,23 +252,27 @@ class WgmmaAttend(Attend):
                 lse = (self.reference[r] + cute.math.log2(total, fastmath=True)) * LN2
                 self.store.lse(work, row, softmax.select(blind, Float32(-Float32.inf), lse), self.lane)
 
+    def o_place(self, slot: Slot) -> Int32:
+        """The slot that O leaves through, among V's or Q's."""
+        return slot.stage if self.lends else self.q.place(slot)
+
     def stage_o(self, slot: Slot) -> None:
         pv = self.kernel.pv
         shape = pv.partition_shape_C((ROWS_PER_WARPGROUP, self.kernel.config.head_dim))
         rounded = cute.make_rmem_tensor(pv.make_fragment_C(shape).layout, self.kernel.dtype)
         softmax.pack(self.o, cute.recast_tensor(rounded, Int32), self.kernel.dtype)
-        self.store.stage(rounded, self.thread, self.q_place(slot))
+        self.store.stage(rounded, self.thread, self.o_place(slot))
 
     def publish_o(self) -> None:
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(
-            barrier_id=PingPong.FIRST + self.kernel.config.consumers + self.warpgroup_index,
+            barrier_id=PingPong.FIRST + self.kernel.config.consumers + self.index,
             number_of_threads=WARPGROUP,
         )
 
     def store_o(self, slot: Slot, work: Work) -> None:
-        tile = work.q_tile * self.kernel.config.consumers + self.warpgroup_index
-        self.store.start(work, self.thread, tile, self.q_place(slot))
+        tile = work.q_tile * self.kernel.config.consumers + self.index
+        self.store.start(work, self.thread, tile, self.o_place(slot))
 
     def drain(self) -> None:
         self.store.drain(self.thread)
@@ -419,59 +420,58 @@ class ForwardKernel:
         self.qk, self.pv = mmas
         mq, mk, _, _ = tensors  # (S, D, H, B)
         allocator = SmemAllocator()
-        barriers = allocator.allocate_array(cutlass.Int64, 2 * self.config.q_stages + 4 * self.config.stages)
-        posted = allocator.allocate_tensor(Int32, cute.make_layout((len(Work._fields), self.config.q_stages)), 16)
+        barriers = allocator.allocate_array(cutlass.Int64, self.config.barriers)
+        posted = allocator.allocate_tensor(Int32, cute.make_layout((len(Work._fields), self.config.q_slots)), 16)
         shared = [allocator.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner) for layout in layouts[:2]]
         value_bytes = allocator.allocate(self.config.value_slots.bytes, 1024)
-        shared.append(self._value_slots(value_bytes, layouts[2]))
-        copies = self._copies(atoms, tensors, shared)
-        rings = self._rings(barriers, posted, copies, heads_per_kv_head=mq.shape[2] // mk.shape[2])
-
+        step = self.config.value_slots.slot // ELEMENT_BYTES
+        shared.append(_slots(value_bytes, layouts[2], self.config.stages, step, self.dtype))
+        so = _slots(value_bytes, layouts[0], self.config.stages, step, self.dtype) if self.config.lends else shared[0]
+        copies = self._copies(atoms, tensors, (*shared, so))
         index = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP - 1
+        q_rings, k, v = self._rings(barriers, posted, copies, index, heads_per_kv_head=mq.shape[2] // mk.shape[2])
+
         turn = PingPong(index, self.config.consumers)
-        store = OutputStore(self, copies[3], shared[0], lse, mq.shape[2], mq.shape[0])
+        store = OutputStore(self, copies[3], so, lse, mq.shape[2], mq.shape[0])
         lengths = (mq.shape[0], mk.shape[0])
         grid = (cute.ceil_div(mq.shape[0], self.config.tile_m), mq.shape[2], mq.shape[3], head_group)
         attend, load = self._roles(
-            (self, rings, turn, self._operands(*shared), store, lengths, scale_log2, index),
-            (rings, self.domain, lengths, grid, counter, base),
+            (self, (q_rings[-1], k, v), turn, self._operands(*shared), store, lengths, scale_log2, index),
+            ((q_rings[:-1], k, v), self.config.lends, self.domain, lengths, grid, counter, base),
         )
-        Cta(self.config, rings, turn, load, attend).run(value_bytes)
-
-    def _value_slots(self, start: cute.Pointer, one) -> cute.Tensor:
-        """V in shared memory, (head_dim, keys, slot), from the layout of one slot."""
-        step = self.config.value_slots.slot // ELEMENT_BYTES
-        slots = cute.make_layout((*one.outer.shape[:2], self.config.stages), stride=(*one.outer.stride[:2], step))
-        return cute.make_tensor(cute.recast_ptr(start, one.inner, dtype=self.dtype), slots)
+        Cta(self.config, (*q_rings[:-1], k, v), turn, load, attend).run(value_bytes)
 
     def _roles(self, attend, load) -> tuple[WgmmaAttend, TmaLoad]:
         """From their arguments; `trace` has others."""
         return WgmmaAttend(*attend), TmaLoad(*load)
 
     def _copies(self, atoms, tensors, shared) -> list[Copy]:
-        """Those of Q, K, V and O, whose slots are Q's."""
+        """Those of Q, K, V and O."""
         rows, keys, dims = ROWS_PER_WARPGROUP, self.config.tile_n, self.config.head_dim
-        sq, sk, sv = shared
         by_rows = (None, 0, None, None)  # of (S, D, H, B); V is (D, S, H, B)
         cuts = (((rows, dims), by_rows), ((keys, dims), by_rows), ((dims, keys), (0, None, None, None)))
         copies = []
-        for atom, tensor, slots, (tile, at) in zip(atoms, tensors, (sq, sk, sv, sq), (*cuts, cuts[0]), strict=True):
+        for atom, tensor, slots, (tile, at) in zip(atoms, tensors, shared, (*cuts, cuts[0]), strict=True):
             tiles = cute.group_modes(cute.local_tile(tensor, tile, at), 0, 2)
             one = cute.make_layout(1)  # CTA: no multicast
             copies.append(Copy(atom, *cpasync.tma_partition(atom, 0, one, cute.group_modes(slots, 0, 2), tiles)))
         return copies
 
-    def _rings(self, barriers, posted, copies, heads_per_kv_head) -> tuple[QueryRing, TileRing, TileRing]:
+    def _rings(self, barriers, posted, copies, index, heads_per_kv_head) -> tuple[list[QueryRing], TileRing, ValueRing]:
+        """Those of every warpgroup's Q, and last that of warpgroup `index`; K's and V's."""
         config = self.config
         warps = config.consumers * WARPS_PER_WARPGROUP
         row_bytes = config.head_dim * self.dtype.width // 8
         q, k, v, _ = copies
-        q_ring = QueryRing(barriers, config.q_stages, config.tile_m * row_bytes, warps, q, posted)
-        k_barriers = barriers + 2 * config.q_stages
+        q_rings = [
+            QueryRing(barriers, config.q_stages, ROWS_PER_WARPGROUP * row_bytes, q, posted, warpgroup, config.consumers)
+            for warpgroup in (*range(config.consumers), index)
+        ]
+        k_barriers = barriers + 2 * config.q_slots
         v_barriers = k_barriers + 2 * config.stages
         k_ring = TileRing(k_barriers, config.stages, config.tile_n * row_bytes, warps, k, heads_per_kv_head)
-        v_ring = TileRing(v_barriers, config.stages, config.tile_n * row_bytes, warps, v, heads_per_kv_head)
-        return q_ring, k_ring, v_ring
+        v_ring = ValueRing(v_barriers, config.stages, config.tile_n * row_bytes, warps, v, heads_per_kv_head)
+        return q_rings, k_ring, v_ring
 
     def _operands(self, sq, sk, sv) -> tuple[wgmma.Operand, wgmma.Operand, wgmma.Operand]:
         rows, keys, dims = ROWS_PER_WARPGROUP, self.config.tile_n, self.config.head_dim
@@ -529,6 +529,12 @@ class Cta:
             if warp_index >= self.config.consumers * WARPS_PER_WARPGROUP:
                 self.turn.seed()
             self.attend.run()
+
+
+def _slots(start: cute.Pointer, one, slots: int, step: int, dtype) -> cute.Tensor:
+    """Tiles in shared memory, `step` elements apart, from the layout of one."""
+    layout = cute.make_layout((*one.outer.shape[:2], slots), stride=(*one.outer.stride[:2], step))
+    return cute.make_tensor(cute.recast_ptr(start, one.inner, dtype=dtype), layout)
 
 
 def _modes(tensor: cute.Tensor, order: tuple[int, ...]) -> cute.Tensor:

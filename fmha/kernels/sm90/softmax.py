@@ -20,6 +20,10 @@ ROWS = 2  # per thread
 LIMIT = 1
 LIMIT_BITS = 0x40004000  # of a pair
 MOST = {cutlass.BFloat16: 120, cutlass.Float16: 15}
+# When a warp has mended so many tiles of a work tile, maxima seem to grow and grow, and references go ahead of them by
+# AHEAD (log2): P keeps its precision down to 2^-126 in bfloat16, in float16 down to 2^-14.
+MENDED_EXACTLY = 1
+AHEAD = {cutlass.BFloat16: 64, cutlass.Float16: 4}
 EXPONENT = {cutlass.BFloat16: (7, 127), cutlass.Float16: (10, 15)}  # where it begins, and its bias
 
 

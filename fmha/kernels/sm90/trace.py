@@ -24,7 +24,7 @@ from cutlass.cute.experimental import iket
 from cutlass.cutlass_dsl import dsl_user_op
 
 from fmha.kernels.sm90.forward import WARPS_PER_WARPGROUP, ForwardKernel, TmaLoad, WgmmaAttend
-from schedules.forward import Ring, Slot, Turn, WorkRing
+from schedules.forward import LendingRing, Ring, Slot, Turn, WorkRing
 from schedules.work import Work
 
 CAPACITY = 8192  # stamps of a role; later ones are not written
@@ -36,6 +36,7 @@ OPERATIONS = (  # at most 30: with more, IKET's events grow
     "acquire Q",
     "acquire K",
     "acquire V",
+    "reclaim V",
     "load Q",
     "load K",
     "load V",
@@ -43,6 +44,7 @@ OPERATIONS = (  # at most 30: with more, IKET's events grow
     "wait Q",
     "wait K",
     "wait V",
+    "borrow V",
     "turn",
     "issue QK",
     "issue PV",
@@ -205,6 +207,23 @@ class RecordedRing(Ring):
         self.ring.release(slot)
 
 
+class RecordedLendingRing(RecordedRing, LendingRing):
+    """The same of V's."""
+
+    def borrow(self, slot: Slot) -> None:
+        self.recorder.begin(f"borrow {self.name}", slot.stage)
+        self.ring.borrow(slot)
+        self.recorder.end()
+
+    def give_back(self, slot: Slot, index: Int32) -> None:
+        self.ring.give_back(slot, index)
+
+    def reclaim(self, index: Int32, parity: Int32) -> None:
+        self.recorder.begin(f"reclaim {self.name}", index)
+        self.ring.reclaim(index, parity)
+        self.recorder.end()
+
+
 class RecordedWorkRing(RecordedRing, WorkRing):
     """The same of Q's."""
 
@@ -214,8 +233,8 @@ class RecordedWorkRing(RecordedRing, WorkRing):
     def work(self, slot: Slot) -> Work:
         return self.ring.work(slot)
 
-    def place(self, slot: Slot, warpgroup: Int32) -> Int32:
-        return self.ring.place(slot, warpgroup)
+    def place(self, slot: Slot) -> Int32:
+        return self.ring.place(slot)
 
 
 class RecordedTurn(Turn):
@@ -234,16 +253,17 @@ class RecordedTurn(Turn):
         self.turn.give()
 
 
-def record_rings(rings, recorder: Recorder) -> tuple[RecordedWorkRing, RecordedRing, RecordedRing]:
-    q, k, v = rings
-    return RecordedWorkRing(q, "Q", recorder), RecordedRing(k, "K", recorder), RecordedRing(v, "V", recorder)
+def record_k_and_v(k: Ring, v: Ring, recorder: Recorder) -> tuple[RecordedRing, RecordedLendingRing]:
+    return RecordedRing(k, "K", recorder), RecordedLendingRing(v, "V", recorder)
 
 
 class RecordedLoad(TmaLoad):
     """The producer."""
 
     def __init__(self, recorder: Recorder, rings, *rest) -> None:
-        super().__init__(record_rings(rings, recorder), *rest)
+        qs, *others = rings
+        recorded = [RecordedWorkRing(q, "Q", recorder) for q in qs]
+        super().__init__((recorded, *record_k_and_v(*others, recorder)), *rest)
         self.recorder = recorder
 
     def first_work(self) -> Work:
@@ -261,7 +281,9 @@ class RecordedAttend(WgmmaAttend):
     """A consumer warpgroup."""
 
     def __init__(self, recorder: Recorder, kernel, rings, turn, *rest) -> None:
-        super().__init__(kernel, record_rings(rings, recorder), RecordedTurn(turn, recorder), *rest)
+        q, *others = rings
+        recorded = RecordedWorkRing(q, "Q", recorder), *record_k_and_v(*others, recorder)
+        super().__init__(kernel, recorded, RecordedTurn(turn, recorder), *rest)
         self.recorder = recorder
 
     def start(self) -> None:
@@ -357,7 +379,7 @@ class StampedKernel(ForwardKernel):
     EVERY_WAIT = False
 
     def _roles(self, attend, load):
-        counter = load[4]
+        *_, counter, _ = load
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         writer = (warp % WARPS_PER_WARPGROUP == 0) & (cute.arch.lane_idx() == 0) & (cute.arch.block_idx()[0] == 0)
         recorders = [
