@@ -1,9 +1,19 @@
 """Exact attention on NVIDIA Hopper GPUs: `fmha.attention(q, k, v)`."""
 
-from fmha.attention import attention
+from fmha.attention import attention, attention_varlen
 from fmha.jit.library import inspect, warmup
 from fmha.merge import merge
 from fmha.problem import Problem, Unsupported, supports
 from schedules.tiling import Extent
 
-__all__ = ["Extent", "Problem", "Unsupported", "attention", "inspect", "merge", "supports", "warmup"]
+__all__ = [
+    "Extent",
+    "Problem",
+    "Unsupported",
+    "attention",
+    "attention_varlen",
+    "inspect",
+    "merge",
+    "supports",
+    "warmup",
+]

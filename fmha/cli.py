@@ -16,6 +16,7 @@ from rich.progress import track
 from fmha import problem
 from fmha.jit import compile, library, report, sass, store
 from fmha.problem import Problem, Unsupported, Variant, supports
+from schedules.scores import SCORES
 from schedules.tiling import choose
 
 EXAMPLES = """\
@@ -84,6 +85,10 @@ def add_selection(command: argparse.ArgumentParser) -> None:
     command.add_argument("--head-dim", metavar="N", type=int, nargs="+", help="only the kernels that serve these")
     command.add_argument("--mask", nargs="+", choices=problem.MASKS, default=problem.MASKS, help="only these")
     command.add_argument("--dtype", nargs="+", choices=problem.DTYPES, default=problem.DTYPES, help="only these")
+    command.add_argument(
+        "--score", nargs="+", choices=SCORES, default=["plain"], help="what is done to scores (default: plain)"
+    )
+    command.add_argument("--ragged", action="store_true", help="those for sequences with lengths of their own")
 
 
 def selection(chosen: argparse.Namespace) -> list[Variant]:
@@ -94,7 +99,7 @@ def selection(chosen: argparse.Namespace) -> list[Variant]:
     widths = {choose(head_dim, chosen.arch).head_dim for head_dim in chosen.head_dim or ()}
     return [
         variant
-        for variant in problem.variants(chosen.arch)
+        for variant in problem.variants(chosen.arch, chosen.score, [chosen.ragged])
         if variant.problem.dtype in chosen.dtype
         and variant.problem.mask in chosen.mask
         and (not widths or variant.config.head_dim in widths)

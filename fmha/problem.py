@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from schedules.scores import SCORES
 from schedules.tiling import TABLES, BlockConfig
 
 DTYPES = ("bfloat16", "float16")
-MASKS = ("dense", "causal")
+MASKS = ("dense", "causal", "window")
 HEAD_DIM_MULTIPLE = 8  # elements: rows are then multiples of the 16 bytes that TMA addresses
 
 ARCHITECTURES = {"sm_90a": "Hopper"}  # those with a table of block configs and a folder of kernels
@@ -29,12 +31,22 @@ class Problem:
 
     dtype     of q, k, v and the output: "bfloat16" or "float16"
     head_dim  D, in elements: a multiple of 8 up to 256. Head dims that pad to the same block config share a kernel.
-    mask      "dense", or "causal" with the diagonal at the bottom right
+    mask      "dense"; "causal" with the diagonal at the bottom right, or a window without a left side; or "window"
+    score     "plain", "softcap", "alibi", or "both"
+    head_dim_v  of v and the output, likewise; 0 where it is that of q and k
+    ragged    each sequence of the batch has lengths of its own, which the device knows
     """
 
     dtype: str
     head_dim: int
     mask: str = "dense"
+    score: str = "plain"
+    head_dim_v: int = 0
+    ragged: bool = False
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
 
 
 def supports(problem: Problem, arch: str) -> str | None:
@@ -49,10 +61,13 @@ def supports(problem: Problem, arch: str) -> str | None:
     if problem.dtype not in DTYPES:
         return f"dtype {problem.dtype}: {_either(DTYPES)} only"
     widest = max(row.config.head_dim for row in TABLES[arch])
-    if problem.head_dim % HEAD_DIM_MULTIPLE or not 0 < problem.head_dim <= widest:
-        return f"head_dim {problem.head_dim}: multiples of {HEAD_DIM_MULTIPLE} up to {widest} only"
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.value_dim)):
+        if dim % HEAD_DIM_MULTIPLE or not 0 < dim <= widest:
+            return f"{name} {dim}: multiples of {HEAD_DIM_MULTIPLE} up to {widest} only"
     if problem.mask not in MASKS:
         return f"mask {problem.mask!r}: {_either(map(repr, MASKS))} only"
+    if problem.score not in SCORES:
+        return f"score {problem.score!r}: {_either(map(repr, SCORES))} only"
     return None
 
 
@@ -63,14 +78,26 @@ class Variant(NamedTuple):
     config: BlockConfig
 
 
-def variants(arch: str) -> tuple[Variant, ...]:
-    """Every kernel that `arch` has: each dtype and mask with each block config of the table."""
+def variants(arch: str, scores: Sequence[str] = ("plain",), ragged: Sequence[bool] = (False,)) -> tuple[Variant, ...]:
+    """The kernels of `arch`: each dtype and mask with each block config of the table. Without more arguments those that
+    do nothing to scores, for batches of equal lengths; `every_variant` has all."""
     return tuple(
-        Variant(Problem(dtype, row.config.head_dim, mask), row.config)
+        Variant(
+            Problem(dtype, row.config.head_dim, mask, score, row.config.head_dim_v, own_lengths),
+            row.config,
+        )
+        for own_lengths in ragged
+        for score in scores
         for dtype in DTYPES
         for row in TABLES[arch]
         for mask in MASKS
+        if row.config.holds(score)
     )
+
+
+def every_variant(arch: str) -> tuple[Variant, ...]:
+    """The whole table of features."""
+    return variants(arch, tuple(SCORES), (False, True))
 
 
 def _either(names) -> str:

@@ -79,18 +79,22 @@ def attention_varlen(
     cu_seqlens_k: torch.Tensor,
     *,
     alibi_slopes: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention` of packed sequences: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; sequence b has the rows
-    `cu_seqlens[b]` to `cu_seqlens[b + 1]` (int [B + 1]). Returns out [Tq, Hq, Dv] and lse [Hq, Tq]; rows of no sequence
-    give 0 and minus infinity."""
+    `cu_seqlens[b]` to `cu_seqlens[b + 1]` (int [B + 1]), and uses of them what `seqused` says. Returns out [Tq, Hq, Dv]
+    and lse [Hq, Tq]; rows of no sequence give 0 and minus infinity."""
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64, device=q.device)
     starts = [list(itertools.pairwise(cu.tolist())) for cu in (cu_seqlens_q, cu_seqlens_k)]
     for b, ((q0, q1), (k0, k1)) in enumerate(zip(*starts, strict=True)):
         slopes = _slopes_of(b, alibi_slopes)
         one = (x[None, start:end] for x, start, end in ((q, q0, q1), (k, k0, k1), (v, k0, k1)))
-        o, total = attention(*one, alibi_slopes=slopes, **options)
+        used = (None if x is None else x[b : b + 1] for x in (seqused_q, seqused_k))
+        given = options | dict(zip(("seqused_q", "seqused_k"), used, strict=True))
+        o, total = attention(*one, alibi_slopes=slopes, **given)
         out[q0:q1], lse[:, q0:q1] = o[0], total[0]
     return out, lse
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 
-from schedules.domain import Causal, Dense
+from schedules.domain import Bounds, Dense
 from schedules.work import work_of
 
 START = 0.7  # KV tiles: Q's way in and O's way out, as far as nothing hides them (1.2 us of 1.7 us at head dim 128)
@@ -16,7 +16,7 @@ LEAD = 4.0  # KV tiles: one that is asked for the moment the last are loaded, an
 
 
 def idle(
-    domain: Dense | Causal,
+    domain: Dense,
     seqlen_q: int,
     seqlen_k: int,
     heads: int,
@@ -30,7 +30,8 @@ def idle(
     lead   KV tiles before the end of a work tile at which the next one is taken; math.inf is when it begins
     """
     q_tiles = -(-seqlen_q // domain.tile_m)
-    costs = [START + domain.visits(q_tile, seqlen_q, seqlen_k).total for q_tile in range(q_tiles)]
+    bounds = Bounds(seqlen_q, seqlen_k)
+    costs = [START + domain.visits(q_tile, bounds).total for q_tile in range(q_tiles)]
     total = q_tiles * heads
 
     def cost(index: int) -> float:

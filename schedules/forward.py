@@ -37,8 +37,9 @@ from typing import Any, NamedTuple
 from cutlass import const_expr
 
 from schedules import program
-from schedules.domain import Section, Visits
+from schedules.domain import Dense, Section, Visits
 from schedules.program import range
+from schedules.scores import Score
 from schedules.work import Work
 
 # Of a row's sum: a weight that is more should not be rounded as P rounds it.
@@ -179,6 +180,10 @@ class Load(Role):
     @abstractmethod
     def visits(self, work: Work) -> Visits: ...
 
+    @abstractmethod
+    def tile(self, visits: Visits, position: int) -> int:
+        """The KV tile that is visited as number `position`."""
+
     @program.jit
     def run(self) -> None:
         """K runs one tile ahead of V, the order in which the consumers ask for them; also from one work tile to the
@@ -190,16 +195,17 @@ class Load(Role):
         work = self.first_work()
         self.open(work, q_slot, slot)
         while work.valid != 0:
-            last = self.visits(work).total - 1
-            for tile in range(1, last, unroll=1):
-                slot = self.pair(work, tile, slot, parity)
+            visits = self.visits(work)
+            last = visits.total - 1
+            for position in range(1, last, unroll=1):
+                slot = self.pair(work, visits, position, slot, parity)
             asked = self.ask()
-            for tile in range(max(1, last), last + 1, unroll=1):
-                slot = self.pair(work, tile, slot, parity)
+            for position in range(max(1, last), last + 1, unroll=1):
+                slot = self.pair(work, visits, position, slot, parity)
             if const_expr(self.lends):
                 for index in range(last + 1, len(self.q), unroll=1):
                     self.v.reclaim(index, parity)
-            self.load_v(work, last, slot, parity)
+            self.load_v(work, visits, last, slot, parity)
             if const_expr(self.lends):
                 parity = parity ^ 1
             upcoming = self.next_work(asked)
@@ -209,24 +215,24 @@ class Load(Role):
             work = upcoming
 
     @program.jit
-    def pair(self, work: Work, tile: int, slot: Slot, parity: int) -> Slot:
+    def pair(self, work: Work, visits: Visits, position: int, slot: Slot, parity: int) -> Slot:
         """K of a tile, and V of the one before."""
         ahead = self.k.next(slot)
         self.k.acquire(ahead)
-        self.k.load(ahead, work, tile)
+        self.k.load(ahead, work, self.tile(visits, position))
         self.k.commit(ahead)
-        self.load_v(work, tile - 1, slot, parity)
+        self.load_v(work, visits, position - 1, slot, parity)
         return ahead
 
     @program.jit
-    def load_v(self, work: Work, tile: int, slot: Slot, parity: int) -> None:
+    def load_v(self, work: Work, visits: Visits, position: int, slot: Slot, parity: int) -> None:
         """The first V of a work tile comes where the O of the first warpgroup was, the second where that of the second
         was; `parity` is that of the work tiles so far."""
         if const_expr(self.lends):
-            if tile < len(self.q):
-                self.v.reclaim(tile, parity)
+            if position < len(self.q):
+                self.v.reclaim(position, parity)
         self.v.acquire(slot)
-        self.v.load(slot, work, tile)
+        self.v.load(slot, work, self.tile(visits, position))
         self.v.commit(slot)
 
     @program.jit
@@ -234,7 +240,7 @@ class Load(Role):
         """The first K and the Q of a work tile. Past the last one they are zeros: the consumers then issue one MMA
         too many, but issue it without a branch, which the compiler wants of accumulators in flight."""
         self.k.acquire(slot)
-        self.k.load(slot, work, 0)
+        self.k.load(slot, work, self.tile(self.visits(work), 0))
         self.k.commit(slot)
         for q in self.q:
             q.acquire(q_slot)
@@ -255,6 +261,8 @@ class Attend(Role):
     optimistic: bool
     lends: bool  # O leaves through V's slots, one for each warpgroup, and not through the Q slot it was computed from
     index: int  # among the consumers
+    domain: Dense
+    score: Score
 
     q: WorkRing  # this warpgroup's
     k: Ring
@@ -287,7 +295,15 @@ class Attend(Role):
     def retire(self, pending: int) -> None: ...
 
     @abstractmethod
-    def mask(self, work: Work, tile: int) -> None:
+    def take_up(self, work: Work) -> None:
+        """Reads what the head of a work tile has of its own: its slope, and its sink."""
+
+    @abstractmethod
+    def change_scores(self, work: Work, tile: int, section: Section) -> None:
+        """`schedules.scores`: softcap and ALiBi."""
+
+    @abstractmethod
+    def mask(self, work: Work, tile: int, section: Section) -> None:
         """Scores of keys that a query does not see become minus infinity."""
 
     @abstractmethod
@@ -314,19 +330,21 @@ class Attend(Role):
 
     @abstractmethod
     def outgrown(self) -> Any:
-        """True if a weight in P is 2 or more."""
+        """True if a weight in P is 2 or more, or if the scores were capped by a polynomial that is for smaller ones."""
 
     @abstractmethod
     def mend(self, tile: int) -> None:
         """The references of such rows move, and with them O, the row sums and P, until no weight is 4. And what is a
         large part of its row's sum by now is made exact against the tiles before, as the largest score is where
-        references are maxima: the error of O stays as small. Weights past the range of the dtype are computed anew.
+        references are maxima: the error of O stays as small. Weights past the range of the dtype are computed anew, and
+        those of scores that were not capped well.
         Who has mended several tiles of a work tile moves references ahead of the maxima, lest every tile be mended
         where these grow and grow; larger weights to come are then rounded."""
 
     @abstractmethod
     def normalise(self, work: Work) -> None:
-        """O = O / row sum, and the LSE of each row is stored: not by optimistic roles, whose sums are rounded."""
+        """O = O / (row sum + the weight of the head's sink), and the LSE of each row is stored: not by optimistic
+        roles, whose sums are rounded."""
 
     @abstractmethod
     def stage_o(self, slot: Slot) -> None:
@@ -348,6 +366,8 @@ class Attend(Role):
     @program.jit
     def run(self) -> None:
         """Work tiles in a row, until one comes that is not valid."""
+        nearest_first = self.domain.nearest_first
+        sections = (Section.RIGHT, Section.BODY) if const_expr(nearest_first) else (Section.BODY, Section.RIGHT)
         q_slot = self.q.first()
         slot = self.k.first()
         stored = self.q.first()
@@ -359,24 +379,31 @@ class Attend(Role):
         self.turn.give()
         while work.valid != 0:
             visits = self.visits(work)
-            whole = visits.total - visits.masked
+            inner = visits.right if const_expr(nearest_first) else visits.total - visits.right - visits.left
             last = visits.total - 1
+            tile = self.domain.tile(visits, 0)
+            self.take_up(work)
             self.retire(0)
             self.k.release(slot)
             self.leave_q(0, last, q_slot)
-            self.mask(work, 0)
+            if const_expr(not self.score.plain):
+                self.change_scores(work, tile, self.domain.first_section)
+            self.mask(work, tile, self.domain.first_section)
             self.start()
-            self.exponents(0)
+            self.exponents(tile)
             self.pack_p()
             if const_expr(self.optimistic):
                 self.foresee(visits.total)
             if storing != 0:
                 self.drain()
                 self.free(stored)
-            for tile in range(1, whole, unroll=1):
-                slot = self.step(Section.BODY, work, tile, last, q_slot, slot)
-            for tile in range(max(1, whole), visits.total, unroll=1):
-                slot = self.step(Section.RIGHT, work, tile, last, q_slot, slot)
+            for position in range(1, inner, unroll=1):
+                slot = self.step(sections[0], work, visits, position, q_slot, slot)
+            for position in range(max(1, inner), visits.total - visits.left, unroll=1):
+                slot = self.step(sections[1], work, visits, position, q_slot, slot)
+            if const_expr(Section.LEFT in self.domain.sections):
+                for position in range(max(1, visits.total - visits.left), visits.total, unroll=1):
+                    slot = self.step(Section.LEFT, work, visits, position, q_slot, slot)
             upcoming = self.close_and_open(q_slot, slot)
             stored = self.write_back(work, q_slot, slot)
             storing = 1
@@ -411,10 +438,10 @@ class Attend(Role):
         return upcoming
 
     @program.jit
-    def leave_q(self, tile: int, last: int, q_slot: Slot) -> None:
+    def leave_q(self, position: int, last: int, q_slot: Slot) -> None:
         """Where O leaves through V, the next Q may come as soon as the last QK is done."""
         if const_expr(self.lends):
-            if tile == last:
+            if position == last:
                 self.q.release(q_slot)
 
     @program.jit
@@ -441,8 +468,9 @@ class Attend(Role):
             self.q.release(stored)
 
     @program.jit
-    def step(self, section: Section, work: Work, tile: int, last: int, q_slot: Slot, before: Slot) -> Slot:
+    def step(self, section: Section, work: Work, visits: Visits, position: int, q_slot: Slot, before: Slot) -> Slot:
         """One tile: its QK runs before and its softmax beside the PV of the tile before."""
+        tile = self.domain.tile(visits, position)
         slot = self.k.next(before)
         self.k.wait(slot)
         self.turn.take()
@@ -456,9 +484,11 @@ class Attend(Role):
         self.turn.give()
         self.retire(1)
         self.k.release(slot)
-        self.leave_q(tile, last, q_slot)
+        self.leave_q(position, visits.total - 1, q_slot)
+        if const_expr(not self.score.plain):
+            self.change_scores(work, tile, section)
         if const_expr(section is not Section.BODY):
-            self.mask(work, tile)
+            self.mask(work, tile, section)
         if const_expr(not self.optimistic):
             self.make_room()
         self.exponents(tile)

@@ -209,12 +209,22 @@ class NumpyLendingRing(NumpyRing, LendingRing):
         self.check_unread(here, "gives back")
         if not here.lent or self.machine.actor.name not in here.readers:
             self.machine.fail(CountError, f"gives back {here.name}, which it has not borrowed")
+        left = self.left_of(index)
+        if self.consumers[index] != self.machine.actor.name:
+            self.machine.fail(Hazard, f"says that the O of {self.consumers[index]} has left")
         here.owed, here.readers, here.lent = set(), set(), False
-        self.left[index].arrive(self.counts.release_arrivals)
+        left.arrive(self.counts.release_arrivals)
 
     def reclaim(self, index: int, parity: int) -> None:
-        left = self.left[index]
+        left = self.left_of(index)
         self.machine.op(f"reclaim {left.name}", until=left.completed(parity ^ 1))
+
+    def left_of(self, index: int) -> Mbarrier:
+        """The barrier of consumer `index`."""
+        if not 0 <= index < len(self.left):
+            self.machine.actor.doing = f"use {self.name}, O of consumer {index}"
+            self.machine.fail(Hazard, f"{self.name} has consumers 0 to {len(self.left) - 1}")
+        return self.left[index]
 
     def settle(self) -> None:
         super().settle()

@@ -11,16 +11,17 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from schedules.domain import Causal, Dense, Visits
+from schedules.domain import DOMAINS, Bounds, Dense, Section, Visits, mask_of
 from schedules.forward import FLOOR, LARGE_PART, Attend, Load, Slot
 from schedules.machine import Buffer, CountError, Event, Fence, Flight, Machine, RangeError, TileError, Until, Wgmma
 from schedules.rings import Counts, NumpyLendingRing, NumpyRing, NumpyTurn, NumpyWorkRing, Source, Turnstile
+from schedules.scores import SCORES, Score, score_of
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
-from schedules.work import Work, work_of
+from schedules.work import RaggedWork, Work, in_order, sequences, work_of
 
 AnyRing = TypeVar("AnyRing", bound=NumpyRing)
 
@@ -76,6 +77,9 @@ class NumpyLoad(Load):
     def visits(self, work: Work) -> Visits:
         return self.cta.visits(work)
 
+    def tile(self, visits: Visits, position: int) -> int:
+        return self.cta.domain.tile(visits, position)
+
 
 class NumpyAttend(Attend):
     """A consumer warpgroup. Fragments: `s` (rows, tile_n), `weights` and `p` likewise, `o` (rows, head_dim and columns
@@ -89,6 +93,7 @@ class NumpyAttend(Attend):
     def __init__(self, cta: Cta, index: int) -> None:
         config = cta.config
         self.cta, self.config, self.machine, self.tensors = cta, config, cta.machine, cta.tensors
+        self.domain, self.score = cta.domain, cta.score
         self.q, self.k, self.v = cta.q[index], cta.k, cta.v
         self.turn = NumpyTurn(cta.turnstile, index)
         self.index = index
@@ -96,10 +101,11 @@ class NumpyAttend(Attend):
         self.optimistic, self.lends = config.ones > 0, config.lends
         self.s, self.p, self.o = (
             Buffer(name, np.full((cta.rows, columns), math.nan), Fence.WGMMA)
-            for name, columns in (("S", config.tile_n), ("P", config.tile_n), ("O", config.head_dim + config.ones))
+            for name, columns in (("S", config.tile_n), ("P", config.tile_n), ("O", config.value_dim + config.ones))
         )
         self.weights = Buffer("the weights", self.s.data.copy(), Fence.WGMMA) if self.optimistic else self.s
         self.reference, self.grown, self.row_sum = np.zeros((3, cta.rows, 1))
+        self.sink = np.zeros(1)
         self.excess = np.zeros(1)  # steps that weights were lowered by and need not have been
         self.stores: list[Flight] = []
         self.seen: defaultdict[tuple[str, object], list[int | None]] = defaultdict(list)
@@ -108,10 +114,12 @@ class NumpyAttend(Attend):
         """The rows of this warpgroup, past the last query too."""
         return work.q_tile * self.config.tile_m + self.index * self.cta.rows + np.arange(self.cta.rows)
 
-    def limits(self, work: Work) -> np.ndarray:
-        """One past the last key that each query sees, as a column."""
-        lengths = self.tensors.seqlen_q, self.tensors.seqlen_k
-        return np.array([[self.cta.domain.hi(int(row), *lengths)] for row in self.queries(work)])
+    def limits(self, work: Work) -> tuple[np.ndarray, np.ndarray]:
+        """The first key that each query sees and one past the last, as columns."""
+        bounds = self.cta.bounds(work)
+        ends = [f(int(row), bounds) for row in self.queries(work) for f in (self.domain.lo, self.domain.hi)]
+        lo, hi = np.array(ends).reshape(-1, 2).T
+        return lo[:, None], hi[:, None]
 
     def visits(self, work: Work) -> Visits:
         return self.cta.visits(work)
@@ -169,13 +177,39 @@ class NumpyAttend(Attend):
     def retire(self, pending: int) -> None:
         self.mma.retire(f"retire({pending})", pending)
 
-    def mask(self, work: Work, tile: int) -> None:
+    def take_up(self, work: Work) -> None:
+        self.machine.op("take_up")
+        self.sink[:] = -math.inf if self.tensors.sinks is None else self.tensors.sinks[work.head]
+
+    def change_scores(self, work: Work, tile: int, section: Section) -> None:
+        self.machine.op("change_scores", tile)
+        self.machine.touch(reads=[self.s], writes=[self.s])
+        if (self.s.tile, self.s.work) != (tile, work):
+            self.machine.fail(TileError, f"S is of tile {self.s.tile} of {self.s.work}")
+        if self.score.softcap:
+            self.s.data[:] = np.tanh(self.s.data * self.tensors.cap_factor)
+        if self.score.alibi:
+            bounds = self.cta.bounds(work)
+            own = self.queries(work)[:, None] + bounds.seqlen_k - bounds.seqlen_q
+            distances = tile * self.config.tile_n + np.arange(self.config.tile_n) - own
+            slopes = self.tensors.slopes
+            slope = (
+                slopes[work.batch if len(slopes) > 1 else 0, work.head] * math.log2(math.e) / self.tensors.scale_log2
+            )
+            if section is Section.BODY:  # whose keys are all on one side of a query
+                distances = np.where(distances[:, :1] < 0, -distances, distances)
+            else:
+                distances = abs(distances)
+            self.s.data[:] -= slope * distances
+
+    def mask(self, work: Work, tile: int, section: Section) -> None:
         self.machine.op("mask", tile)
         self.machine.touch(reads=[self.s], writes=[self.s])
         if (self.s.tile, self.s.work) != (tile, work):
             self.machine.fail(TileError, f"S is of tile {self.s.tile} of {self.s.work}")
         keys = tile * self.config.tile_n + np.arange(self.config.tile_n)
-        self.s.data[keys >= self.limits(work)] = -math.inf
+        lo, hi = self.limits(work)
+        self.s.data[(keys >= hi) | ((keys < lo) & (section is Section.LEFT))] = -math.inf
 
     def needed(self) -> np.ndarray:
         """The references that the rows would get for the present tile."""
@@ -220,7 +254,8 @@ class NumpyAttend(Attend):
         self.machine.op("foresee", self.p.tile)
         self.machine.touch(reads=[self.weights], writes=[self.p])
         work = self.p.work
-        if self.p.tile != 0 or not isinstance(work, Work) or tiles != self.cta.visits(work).total:
+        visits = self.cta.visits(work) if isinstance(work, (Work, RaggedWork)) else None
+        if visits is None or (self.p.tile, tiles) != (self.domain.tile(visits, 0), visits.total):
             self.machine.fail(TileError, f"P is of tile {self.p.tile}, of {tiles} tiles; the first of all is needed")
         total = self.weights.data.sum(axis=1, keepdims=True)
         self.lower(self.steps(2.0**LIMIT, 2.0**LIMIT + (total - 2.0**LIMIT) * tiles))
@@ -244,10 +279,10 @@ class NumpyAttend(Attend):
 
     def mend(self, tile: int) -> None:
         """Nothing is rounded here, so that every weight is exact already; and a float64 has exponents enough, so that
-        it is left to chance whether the weights are computed anew."""
+        it is left to chance whether the weights are computed anew, but for rows that had seen no key before."""
         self.machine.op("mend", tile)
         self.machine.touch(reads=[self.s, self.o], writes=[self.p, self.o])
-        if self.perhaps(np.False_):
+        if self.perhaps(np.isinf(self.p.data).any()):
             self.row_max()
             self.rescale()
             self.exponents(tile)
@@ -260,31 +295,39 @@ class NumpyAttend(Attend):
     def normalise(self, work: Work) -> None:
         self.machine.op("normalise")
         self.machine.touch(reads=[self.o], writes=[self.o])
-        total = self.cta.visits(work).total
+        total, _, _, first, *_ = self.cta.visits(work)
         for mma in ("QK", "PV"):
             tiles = self.seen[mma, work]
-            if sorted(tile for tile in tiles if tile is not None) != list(range(total)):
-                self.machine.fail(TileError, f"{mma} visited the tiles {tiles}, not each of 0 to {total - 1} once")
-        blind = self.limits(work) <= 0
+            if sorted(tile for tile in tiles if tile is not None) != list(range(first, first + total)):
+                last = first + total - 1
+                self.machine.fail(TileError, f"{mma} visited the tiles {tiles}, not each of {first} to {last} once")
+        lo, hi = self.limits(work)
+        past = self.queries(work)[:, None] >= self.cta.bounds(work).seqlen_q
+        blind = (hi <= np.maximum(lo, 0)) | past
         row_sum = self.o.data[:, -1:].copy() if self.optimistic else self.row_sum
         # A first maximum weighs 1; or it weighs 2, and a row is lowered no further than a sum of 2 over all tiles.
         least = (2 / total if self.optimistic else 1) * 2.0 ** -self.excess[0] * (1 - 1e-9)
         if (row_sum < least)[~blind].any():
             self.machine.fail(RangeError, f"the weights of a row add up to {row_sum[~blind].min()}, less than {least}")
-        self.o.data[:] = np.where(blind, 0, self.o.data / row_sum)
-        lse = np.where(blind, -math.inf, (self.reference + np.log2(row_sum)) * math.log(2))
+        sink = self.sink * math.log2(math.e)
+        largest = np.fmax(self.reference, sink)
+        shrink = np.exp2(self.reference - largest)
+        weights = row_sum * shrink + np.exp2(sink - largest)
+        self.o.data[:] = np.where(blind, 0, self.o.data * shrink / weights)
+        lse = np.where(blind, self.sink, (largest + np.log2(weights)) * math.log(2))
+        lse[past] = -math.inf
         self.tensors.write("lse", work, self.queries(work), lse[:, 0])
 
     def staged(self, slot: Slot) -> Buffer:
         """O in the place of this warpgroup's rows of Q, or in a slot of V."""
         ring = self.v if self.lends else self.q
-        return Buffer("the staged O", ring.read(slot).data[: self.cta.rows], Fence.PROXY)
+        return Buffer("the staged O", ring.read(slot).data[: self.cta.rows, : self.config.value_dim], Fence.PROXY)
 
     def stage_o(self, slot: Slot) -> None:
         self.machine.op("stage_o")
         staged = self.staged(slot)
         self.machine.touch(reads=[self.o], writes=[staged])
-        staged.data[:] = self.o.data[:, : self.config.head_dim]
+        staged.data[:] = self.o.data[:, : self.config.value_dim]
 
     def publish_o(self) -> None:
         self.machine.op("publish_o")
@@ -312,40 +355,70 @@ class NumpyAttend(Attend):
 class Tensors:
     """Global memory: q, k and v in float64, the outputs, and how often each row of them has been written."""
 
-    def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None) -> None:
+    def __init__(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        scale: float | None,
+        softcap: float | None = None,
+        sinks: np.ndarray | None = None,
+        slopes: np.ndarray | None = None,
+    ) -> None:
         self.q, self.k, self.v = (np.asarray(tensor, np.float64) for tensor in (q, k, v))
         self.batch, self.seqlen_q, self.heads, self.head_dim = self.q.shape
         self.seqlen_k, self.kv_heads = self.k.shape[1:3]
-        self.scale_log2 = (self.head_dim**-0.5 if scale is None else scale) * math.log2(math.e)
-        self.o = np.full(self.q.shape, math.nan)
+        self.value_dim = self.v.shape[3]
+        scale = self.head_dim**-0.5 if scale is None else scale
+        self.scale_log2 = (scale if softcap is None else softcap) * math.log2(math.e)
+        self.cap_factor = 1.0 if softcap is None else scale / softcap
+        self.sinks = sinks
+        self.slopes = np.atleast_2d(np.zeros(self.heads) if slopes is None else slopes)  # [B or 1, Hq]
+        self.o = np.full((*self.q.shape[:3], self.value_dim), math.nan)
         self.lse = np.full((self.batch, self.heads, self.seqlen_q), math.nan)
         self.writes = {"o": np.zeros(self.lse.shape, int), "lse": np.zeros(self.lse.shape, int)}
 
     def check(self, config: BlockConfig) -> None:
-        kv_shape = (self.batch, self.seqlen_k, self.kv_heads, self.head_dim)
-        if self.k.shape != kv_shape or self.v.shape != kv_shape or self.heads % self.kv_heads:
+        kv_shape = (self.batch, self.seqlen_k, self.kv_heads)
+        alike = self.k.shape == (*kv_shape, self.head_dim) and self.v.shape[:3] == kv_shape
+        if not alike or self.heads % self.kv_heads:
             raise ValueError(f"k {self.k.shape} and v {self.v.shape}: not [B, Sk, Hkv, D] to q {self.q.shape}")
-        if min(self.batch, self.seqlen_q, self.seqlen_k) < 1 or self.head_dim > config.head_dim:
+        fits = self.head_dim <= config.head_dim and self.value_dim <= config.value_dim
+        if min(self.batch, self.seqlen_q, self.seqlen_k) < 1 or not fits:
             raise ValueError(f"q {self.q.shape}, k {self.k.shape}: B, Sq, Sk > 0 and D <= {config.head_dim} only")
 
-    def box(self, tensor: np.ndarray, batch: int, head: int, start: int, rows: int, dims: int) -> np.ndarray:
-        """`rows` from row `start` of one head, zeros wherever they lie outside the tensor (PTX: tensor copies)."""
+    def box(
+        self, tensor: np.ndarray, entry: int, head: int, sequence: slice, start: int, rows: int, dims: int
+    ) -> np.ndarray:
+        """`rows` from row `start` of a sequence, zeros wherever they lie outside of it, or of the tensor (PTX: tensor
+        copies)."""
         box = np.zeros((rows, dims))
-        if batch < self.batch:
-            inside = tensor[batch, start : start + rows, head]
-            box[: inside.shape[0], : self.head_dim] = inside
+        if entry < self.batch:
+            inside = tensor[entry, sequence, head][start : start + rows]
+            box[: inside.shape[0], : inside.shape[1]] = inside
         return box
 
-    def write(self, what: str, work: Work, rows: np.ndarray, values: np.ndarray) -> None:
-        """Rows past the last query are clipped, and so are columns past the last dimension."""
+    def queries_of(self, work: Work | RaggedWork) -> slice:
+        if isinstance(work, RaggedWork):
+            return slice(work.start_q, work.start_q + work.seqlen_q)
+        return slice(0, self.seqlen_q)
+
+    def keys_of(self, work: Work | RaggedWork) -> slice:
+        if isinstance(work, RaggedWork):
+            return slice(work.start_k, work.start_k + work.seqlen_k)
+        return slice(0, self.seqlen_k)
+
+    def write(self, what: str, work: Work | RaggedWork, rows: np.ndarray, values: np.ndarray) -> None:
+        """Rows past the last one are clipped, and so are columns past the last dimension."""
         if not work.valid:
             raise TileError(f"{what} of {work} is written, which is no work tile")
-        rows = rows[rows < self.seqlen_q]
-        self.writes[what][work.batch, work.head, rows] += 1
+        start, count = (work.start_q, work.rows) if isinstance(work, RaggedWork) else (0, self.seqlen_q)
+        rows = start + rows[rows < count]
+        self.writes[what][work.entry, work.head, rows] += 1
         if what == "o":
-            self.o[work.batch, rows, work.head] = values[: len(rows), : self.head_dim]
+            self.o[work.entry, rows, work.head] = values[: len(rows), : self.value_dim]
         else:
-            self.lse[work.batch, work.head, rows] = values[: len(rows)]
+            self.lse[work.entry, work.head, rows] = values[: len(rows)]
 
     def settle(self) -> None:
         for what, count in self.writes.items():
@@ -365,21 +438,31 @@ class Cta:
     TURN_THREADS = 2 * WARPGROUP
 
     def __init__(
-        self, tensors: Tensors, domain: Dense | Causal, config: BlockConfig, machine: Machine, works: Iterator[Work]
+        self,
+        tensors: Tensors,
+        domain: Dense,
+        bounds: Bounds,
+        score: Score,
+        config: BlockConfig,
+        machine: Machine,
+        works: Iterator[Any],
     ) -> None:
         """`works` are the work tiles that this CTA gets when it asks; those after the last one are not valid."""
-        self.tensors, self.domain, self.config, self.machine, self.works = tensors, domain, config, machine, works
+        self.tensors, self.domain, self.whole, self.score, self.config = tensors, domain, bounds, score, config
+        self.machine, self.works = machine, works
         self.names = [f"attend{i}" for i in range(config.consumers)]
         self.rows = config.tile_m // config.consumers  # of a consumer
         q_tiles, kv_tiles = -(-tensors.seqlen_q // config.tile_m), max(1, -(-tensors.seqlen_k // config.tile_n))
+        q = self.WORK_RING, config.q_stages, self.rows
         self.q = [
-            self._ring(self.WORK_RING, f"Q{i}", config.q_stages, self.rows, self._query_source(i), q_tiles, [name])
+            self._ring(q[0], f"Q{i}", *q[1:], self._query_source(i), q_tiles, [name], config.head_dim)
             for i, name in enumerate(self.names)
         ]
         rest = config.stages, config.tile_n
-        k, v = (self._key_source(tensor) for tensor in (tensors.k, tensors.v))
-        self.k = self._ring(self.RING, "K", *rest, k, kv_tiles, self.names)
-        self.v = self._ring(self.LENDING_RING, "V", *rest, v, kv_tiles, self.names)
+        dims, value_dims = config.head_dim, config.value_dim
+        k, v = self._key_source(tensors.k, dims), self._key_source(tensors.v, value_dims)
+        self.k = self._ring(self.RING, "K", *rest, k, kv_tiles, self.names, dims)
+        self.v = self._ring(self.LENDING_RING, "V", *rest, v, kv_tiles, self.names, value_dims)
         self.turnstile = Turnstile(machine, self.names, self.TURN_THREADS)
         self.load = self.LOAD(self)
         self.attend = [self.ATTEND(self, i) for i in range(config.consumers)]
@@ -393,10 +476,10 @@ class Cta:
         source: Source,
         tiles: int,
         consumers: Sequence[str],
+        dims: int,
     ) -> AnyRing:
-        shape = (rows, self.config.head_dim)
-        buffers = [Buffer(f"{name}[{i}]", np.full(shape, math.nan), Fence.PROXY) for i in range(stages)]
-        counts = self.counts(kind, rows * self.config.head_dim, len(consumers))
+        buffers = [Buffer(f"{name}[{i}]", np.full((rows, dims), math.nan), Fence.PROXY) for i in range(stages)]
+        counts = self.counts(kind, rows * dims, len(consumers))
         return kind(self.machine, name, buffers, source, tiles, consumers, counts)
 
     def counts(self, kind: type[NumpyRing], elements: int, consumers: int) -> Counts:
@@ -416,20 +499,26 @@ class Cta:
     def _query_source(self, index: int) -> Source:
         def source(work: Work, tile: int) -> np.ndarray:
             start = tile * self.config.tile_m + index * self.rows
-            return self.tensors.box(self.tensors.q, work.batch, work.head, start, self.rows, self.config.head_dim)
+            tensors, sequence = self.tensors, self.tensors.queries_of(work)
+            return tensors.box(tensors.q, work.entry, work.head, sequence, start, self.rows, self.config.head_dim)
 
         return source
 
-    def _key_source(self, tensor: np.ndarray) -> Source:
+    def _key_source(self, tensor: np.ndarray, dims: int) -> Source:
         def source(work: Work, tile: int) -> np.ndarray:
             head = work.head // (self.tensors.heads // self.tensors.kv_heads)
             n = self.config.tile_n
-            return self.tensors.box(tensor, work.batch, head, tile * n, n, self.config.head_dim)
+            return self.tensors.box(tensor, work.entry, head, self.tensors.keys_of(work), tile * n, n, dims)
 
         return source
 
-    def visits(self, work: Work) -> Visits:
-        return self.domain.visits(work.q_tile, self.tensors.seqlen_q, self.tensors.seqlen_k)
+    def bounds(self, work: Work | RaggedWork) -> Bounds:
+        if isinstance(work, RaggedWork):
+            return self.whole._replace(seqlen_q=work.seqlen_q, seqlen_k=work.seqlen_k)
+        return self.whole
+
+    def visits(self, work: Work | RaggedWork) -> Visits:
+        return self.domain.visits(work.q_tile, self.bounds(work))
 
     def open_turns(self) -> None:
         """By the last warpgroup, before its program."""
@@ -468,7 +557,13 @@ def forward(
     v: np.ndarray,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
+    alibi_slopes: np.ndarray | None = None,
+    cu_seqlens: tuple[Sequence[int], Sequence[int]] | None = None,
+    seqused: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
     config: BlockConfig = SMALL,
     head_group: int = 1,
     multiprocessors: int = 2,
@@ -479,35 +574,49 @@ def forward(
     """Attention by the role programs of `schedules.forward`, on a CPU.
 
     q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D], of any float dtype; B, Sq, Sk > 0, D at most `config.head_dim`, Hkv
-    divides Hq. `scale` multiplies the scores; None is 1/sqrt(D). A CTA runs on each of the `multiprocessors`; `seed`
-    and `policy` (one of `machine.POLICIES`) pick who gets which work tile, and the interleaving inside each CTA.
+    divides Hq. `window` is that of `mask_of`. `scale` multiplies the scores; None is 1/sqrt(D). `softcap`, `sinks` [Hq]
+    and `alibi_slopes` [Hq] or [B, Hq] are those of `fmha.attention`. With `seqused` (of queries and of keys) the batch
+    is ragged; with `cu_seqlens` (likewise) it is packed, and B is 1. A CTA runs on each of the `multiprocessors`;
+    `seed` and `policy` (one of `machine.POLICIES`) pick who gets which work tile, and the interleaving inside each CTA.
     Whatever they are, the numbers are those of a softmax in float64. Raises a `ScheduleError` where the programs race,
     ValueError for shapes that do not fit.
     """
-    tensors = Tensors(q, k, v, scale)
+    tensors = Tensors(q, k, v, scale, softcap, sinks, alibi_slopes)
     tensors.check(config)
-    domain = (Causal if causal else Dense)(config.tile_m, config.tile_n)
-    grid = (-(-tensors.seqlen_q // config.tile_m), tensors.heads, tensors.batch, head_group)
+    mask, bounds = mask_of(causal, window, tensors.seqlen_q, tensors.seqlen_k)
+    score = SCORES[score_of(softcap is not None, alibi_slopes is not None)]
+    domain = DOMAINS[mask](config.tile_m, config.tile_n, nearest_first=score.alibi)
+    listing = None
+    if cu_seqlens is not None or seqused != (None, None):
+        batch = tensors.batch if cu_seqlens is None else len(cu_seqlens[0]) - 1
+        found = sequences(batch, tensors.seqlen_q, tensors.seqlen_k, cu_seqlens, seqused, head_group * tensors.seqlen_k)
+        listing = in_order(found, config.tile_m)
+    q_tiles = -(-tensors.seqlen_q // config.tile_m)
+
+    def work(index: int) -> Work | RaggedWork:
+        if listing is not None:
+            return listing.work(index, tensors.heads, config.tile_m)
+        return work_of(index, q_tiles, tensors.heads, tensors.batch, head_group)
+
+    total = tensors.heads * (q_tiles * tensors.batch if listing is None else listing.first[-1])
     trace: list[Event] = []
-    for index, works in enumerate(share_out(grid, multiprocessors, seed)):
+    for index, indices in enumerate(share_out(total, multiprocessors, seed)):
+        works = map(work, indices)
         machine = Machine(policy, seed, index, COSTS)
-        cta(tensors, domain, config, machine, works).run()
+        cta(tensors, domain, bounds, score, config, machine, works).run()
         trace += machine.trace
     tensors.settle()
     return Result(tensors.o, tensors.lse, trace)
 
 
-def share_out(grid: tuple[int, int, int, int], multiprocessors: int, seed: int) -> list[Iterator[Work]]:
+def share_out(total: int, multiprocessors: int, seed: int) -> list[Iterator[int]]:
     """The work tiles that each CTA gets: the one of its own index, then whatever an atomic counter gives it.
 
     CTAs share nothing but that counter. So any way to deal out what it counts is a possible interleaving of theirs, and
     they can be simulated one after another.
     """
-    q_tiles, heads, batches, _ = grid
-    total = q_tiles * heads * batches
     shares = [[index] for index in range(min(total, multiprocessors))]
     dealer = random.Random(seed)
     for index in range(len(shares), total):
         dealer.choice(shares).append(index)
-    none = (itertools.count(total + cta) for cta in range(len(shares)))
-    return [(work_of(i, *grid) for i in itertools.chain(*indices)) for indices in zip(shares, none, strict=True)]
+    return [itertools.chain(share, itertools.count(total + cta)) for cta, share in enumerate(shares)]

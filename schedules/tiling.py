@@ -10,13 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from schedules.domain import DOMAINS
+from schedules.domain import DOMAINS, Bounds
+from schedules.work import RaggedWork
 
 WARPGROUP = 128  # threads
 ONES = 8  # the smallest step of a wgmma's N
 ROWS_PER_WARPGROUP = 64  # M of one wgmma
 SWIZZLE_BYTES = (128, 64, 32)  # of the rows of a block in shared memory
 ELEMENT_BYTES = 2
+POSTED_BYTES = 4 * len(RaggedWork._fields)  # a work tile beside Q, at most
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,17 @@ class BlockConfig:
     # largest score is then rounded in O and not in the sum: emulated over Gaussian inputs, the largest error grows by
     # up to 1.5, 1.9 and 2.1 times with 2, 4 and 8.
     rescale_above: float = 2.0
+    head_dim_v: int = 0  # of V and O, 0 where it is that of Q and K; padded like it
+
+    @property
+    def value_dim(self) -> int:
+        """Of V's and O's tile."""
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def dims(self) -> str:
+        """The head dims in names: "d192v128", or "d128" where there is one."""
+        return f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
 
     @property
     def tile_m(self) -> int:
@@ -127,16 +140,20 @@ class BlockConfig:
         """Whether calls that want LSEs, or others, can have it."""
         return not (lse and self.ones)
 
+    def holds(self, score: str) -> bool:
+        """Whether its registers are enough for what is done to scores: 160 are not for softcap and ALiBi together."""
+        return not (self.consumers == 3 and score == "both")
+
     @property
     def value_slots(self) -> ValueSlots:
-        width = swizzle_bytes(self.head_dim)
-        return ValueSlots(self.tile_n * width, self.head_dim * ELEMENT_BYTES // width, self.stages, self.ones > 0)
+        width = swizzle_bytes(self.value_dim)
+        return ValueSlots(self.tile_n * width, self.value_dim * ELEMENT_BYTES // width, self.stages, self.ones > 0)
 
     def smem_bytes(self) -> int:
         """Shared memory of one CTA: the rings (O is staged in Q's or V's), their barriers and the work tiles posted."""
         q = self.q_stages * self.tile_m * self.head_dim * ELEMENT_BYTES
         kv = self.stages * self.tile_n * self.head_dim * ELEMENT_BYTES + self.value_slots.bytes
-        beside = 8 * self.barriers + 16 * self.q_slots
+        beside = 8 * self.barriers + POSTED_BYTES * self.q_slots
         return q + kv + 1024 * -(-beside // 1024)  # tiles are aligned to the 1024 bytes of a swizzle atom
 
     def check(self, chip: Chip) -> str | None:
@@ -145,6 +162,10 @@ class BlockConfig:
             return f"tile_n {self.tile_n} is not a multiple of 16 from 16 to 256 (the K of the PV wgmma)"
         if self.head_dim % 16 or not 16 <= self.head_dim <= 256:
             return f"head_dim {self.head_dim} is not a multiple of 16 from 16 to 256 (the K of the QK wgmma)"
+        if self.head_dim_v % 16 or not 0 <= self.head_dim_v <= 256:
+            return f"head_dim_v {self.head_dim_v} is not a multiple of 16 up to 256 (the N of the PV wgmma)"
+        if self.value_dim > self.head_dim and not self.lends:
+            return f"head_dim_v {self.head_dim_v}: O is wider than Q, and has no place over it (q_stages 1)"
         if not 1 <= self.consumers <= 3:
             return f"{self.consumers} consumer warpgroups: 1 to 3 fit beside the producer"
         if min(self.stages, self.q_stages) < 1:
@@ -158,8 +179,8 @@ class BlockConfig:
             return f"ones {self.ones}: 0, or {ONES} columns"
         if not 0 <= self.rescale_above <= 8:  # also refuses NaN
             return f"rescale_above {self.rescale_above}: 0 to 8"
-        if self.head_dim + self.ones > 256:
-            return f"head_dim {self.head_dim} and {self.ones} columns of ones are more than 256, the N of the PV wgmma"
+        if self.value_dim + self.ones > 256:
+            return f"head_dim {self.value_dim} and {self.ones} columns of ones are more than 256, the N of the PV wgmma"
         if (need := self.smem_bytes()) > chip.smem_bytes:
             return f"{need} bytes of shared memory, {chip.name} has {chip.smem_bytes}"
         for registers in (self.producer_registers, self.consumer_registers):
@@ -170,7 +191,7 @@ class BlockConfig:
         wanted = self.producer_registers + self.consumers * self.consumer_registers
         if wanted > launched:
             return f"setmaxnreg wants {wanted} registers over the warpgroups, the CTA is launched with {launched}"
-        accumulators = (self.tile_n + self.head_dim + self.ones) // 2 + self.tile_n // 4  # S and O, and P in 16 bits
+        accumulators = (self.tile_n + self.value_dim + self.ones) // 2 + self.tile_n // 4  # S and O, and P in 16 bits
         if accumulators + 24 > self.consumer_registers:
             return f"S, P and O need {accumulators} registers, {self.consumer_registers} leave too few for the rest"
         return None
@@ -207,6 +228,8 @@ class Extent:
     heads: int  # of the queries, over all batch entries
     multiprocessors: int
     lse: bool = False  # LSEs are wanted: of row sums in float32, so without ones
+    left: int = 0  # of a window: `schedules.domain.Bounds`
+    right: int = 0
 
     def __post_init__(self) -> None:
         if self.mask not in DOMAINS:
@@ -271,6 +294,14 @@ SM90 = (
         "warpgroups, were no faster",
     ),
     Choice(
+        BlockConfig(head_dim=192, head_dim_v=128, tile_n=112, stages=2, q_stages=1, **_ONES, **_WIDE),
+        "the widest tile_n that fits beside one Q slot and the ones; two Q slots would leave room for tile_n 80",
+    ),
+    Choice(
+        BlockConfig(head_dim=192, head_dim_v=128, tile_n=128, stages=2, q_stages=1, **_WIDE),
+        "for calls that want LSEs, of row sums in float32: the same without columns of ones",
+    ),
+    Choice(
         BlockConfig(head_dim=192, tile_n=64, stages=2, q_stages=2, **_ONES, **_WIDE),
         "the widest tile_n whose two stages fit beside two Q slots and the ones: 1.05 (causal 1.03) times as fast as "
         "tile_n 80 without ones",
@@ -298,24 +329,34 @@ TABLES = {"sm_90a": SM90}
 SAMPLED = 6  # Q tiles at most that `predicted_us` looks at: it runs for every new shape of a call
 
 
-def rows(head_dim: int, arch: str) -> tuple[Choice, ...]:
-    """The rows for `head_dim` on `arch`: those of the narrowest tile that holds it. LookupError if there are none."""
-    found = [row for row in TABLES[arch] if head_dim <= row.config.head_dim]
+def rows(head_dim: int, arch: str, head_dim_v: int = 0) -> tuple[Choice, ...]:
+    """The rows for `head_dim`, of V `head_dim_v` if that is not 0, on `arch`: those of the narrowest tiles that hold
+    them. LookupError if there are none."""
+
+    def dims(row: Choice) -> tuple[int, int]:
+        return row.config.head_dim, row.config.value_dim
+
+    needed = head_dim, head_dim_v or head_dim
+    found = [row for row in TABLES[arch] if all(n <= has for n, has in zip(needed, dims(row), strict=True))]
     if not found:
-        raise LookupError(f"no block config of {arch} holds head dim {head_dim}")
-    return tuple(row for row in found if row.config.head_dim == found[0].config.head_dim)
+        raise LookupError(f"no block config of {arch} holds head dims {needed[0]} and {needed[1]}")
+    narrowest = min((dims(row) for row in found), key=sum)
+    return tuple(row for row in found if dims(row) == narrowest)
 
 
-def rivals(head_dim: int, arch: str, lse: bool) -> tuple[Choice, ...]:
+def rivals(head_dim: int, arch: str, lse: bool, head_dim_v: int = 0) -> tuple[Choice, ...]:
     """Those of them for calls that want LSEs, or for others: with ones, where the head dim has rows with ones."""
-    found = rows(head_dim, arch)
+    found = rows(head_dim, arch, head_dim_v)
     return tuple(row for row in found if (row.config.ones == 0) == lse) or found
 
 
-def choose(head_dim: int, arch: str, extent: Extent | None = None) -> BlockConfig:
+def choose(
+    head_dim: int, arch: str, extent: Extent | None = None, head_dim_v: int = 0, score: str = "plain"
+) -> BlockConfig:
     """The block config for `head_dim` on `arch`: the one predicted to be fastest, or without sizes the one for long
     sequences and no LSE. LookupError if there is none."""
-    candidates = rivals(head_dim, arch, lse=extent is not None and extent.lse)
+    found = rivals(head_dim, arch, extent is not None and extent.lse, head_dim_v)
+    candidates = [row for row in found if row.config.holds(score)]
     if extent is None or len(candidates) == 1:
         return candidates[0].config
     return min(candidates, key=lambda row: predicted_us(row, extent)).config
@@ -328,6 +369,7 @@ def predicted_us(row: Choice, extent: Extent) -> float:
     domain = DOMAINS[extent.mask](row.config.tile_m, row.config.tile_n)
     q_tiles = -(-extent.seqlen_q // row.config.tile_m)
     sample = range(0, q_tiles, -(-q_tiles // SAMPLED))
-    visits = [domain.visits(q_tile, extent.seqlen_q, extent.seqlen_k).total for q_tile in sample]
+    bounds = Bounds(extent.seqlen_q, extent.seqlen_k, extent.left, extent.right)
+    visits = [domain.visits(q_tile, bounds).total for q_tile in sample]
     mean, longest = (row.cost.start + row.cost.tile * count for count in (sum(visits) / len(visits), max(visits)))
     return max(longest, mean * q_tiles * extent.heads / extent.multiprocessors)

@@ -8,10 +8,13 @@ fresh random numbers.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +36,10 @@ TILE_HEAD_DIMS = {
 }
 
 
+Shape = tuple[int, ...]
+RAGGED = ("used_q", "used_k", "used", "packed", "packed_used")
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of `fmha.attention`: shape, mask, layout of the inputs, and what is asked for."""
@@ -52,6 +59,12 @@ class Case:
     scale: float | None = None
     q_gain: float = 1.0  # q is multiplied by it: large values make the softmax sharp
     k_ramp: tuple[float, float] = (1.0, 1.0)  # keys are scaled from the first value at key 0 to the second at the last
+    window: tuple[int | None, int | None] = (None, None)  # -1 stands for None, too
+    softcap: float | None = None
+    sinks: bool = False
+    head_dim_v: int = 0  # of v and out; 0 is that of q and k
+    alibi: str = ""  # "heads": a slope for each head; "entries": for each head of each batch entry
+    ragged: str = ""  # of RAGGED: which of its lengths a sequence has of its own
 
     @property
     def name(self) -> str:
@@ -65,25 +78,101 @@ class Case:
             f"scale{self.scale:g}" if self.scale is not None else "",
             f"gain{self.q_gain:g}" if self.q_gain != 1.0 else "",
             f"ramp{self.k_ramp[0]:g}to{self.k_ramp[1]:g}" if self.k_ramp != (1.0, 1.0) else "",
+            f"window{self.window[0]}to{self.window[1]}" if self.window != (None, None) else "",
+            f"cap{self.softcap:g}" if self.softcap is not None else "",
+            "sinks" if self.sinks else "",
+            f"dv{self.head_dim_v}" if self.head_dim_v else "",
+            f"alibi_{self.alibi}" if self.alibi else "",
+            self.ragged,
         ]
         return "-".join(part for part in parts if part)
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """Of the window, as the oracle takes them."""
+        left, right = (None if side == -1 else side for side in self.window)
+        return left, right
+
+    @property
+    def packed(self) -> bool:
+        return self.ragged.startswith("packed")
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
     @property
-    def shapes(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-        """[B, S, H, D] of q (and out), and of k and v."""
-        return (
-            (self.batch, self.seqlen_q, self.heads_q, self.head_dim),
-            (self.batch, self.seqlen_k, self.heads_kv, self.head_dim),
-        )
+    def shapes(self) -> tuple[Shape, Shape, Shape, Shape]:
+        """[B, S, H, D] of q, k, v and out, or packed [T, H, D]."""
+        queries: tuple[int, ...] = self.batch, self.seqlen_q, self.heads_q
+        keys: tuple[int, ...] = self.batch, self.seqlen_k, self.heads_kv
+        if self.packed:
+            (rows_q, rows_k), *_ = lengths(self)
+            queries, keys = (rows_q, self.heads_q), (rows_k, self.heads_kv)
+        dims = self.head_dim, self.head_dim_v or self.head_dim
+        return (*queries, dims[0]), (*keys, dims[0]), (*keys, dims[1]), (*queries, dims[1])
+
+
+# -- ragged batches --------------------------------------------------------------------------------------------------
+class Part(NamedTuple):
+    """A sequence: its entry of the tensors, its rows of the output, and its queries and keys."""
+
+    entry: int
+    rows: slice
+    queries: slice
+    keys: slice
+
+
+class Lengths(NamedTuple):
+    """Of a ragged case. `given` are the arguments that say them, as lists."""
+
+    rows: tuple[int, int]  # of q and of k, in an entry
+    given: dict[str, list[int]]
+    parts: list[Part]
+
+
+def lengths(case: Case) -> Lengths:
+    """The lengths of a ragged case's sequences, up to its own: drawn, the same every time."""
+    rng = random.Random(zlib.crc32(case.name.encode()))
+    pairs = [_pair(case, rng) if case.packed else (case.seqlen_q, case.seqlen_k) for _ in range(case.batch)]
+    given: dict[str, list[int]] = {}
+    starts, rows = [(0, 0)] * case.batch, (case.seqlen_q, case.seqlen_k)
+    if case.packed:
+        before, behind = ([rng.choice((0, 0, 0, 1, 70)) for _ in "qk"] for _ in range(2))
+        counts = zip(*pairs, strict=True)
+        sums = [list(accumulate(sizes, initial=first)) for sizes, first in zip(counts, before, strict=True)]
+        given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), sums, strict=True))
+        starts = list(zip(*sums, strict=True))
+        rows = sums[0][-1] + behind[0], sums[1][-1] + behind[1]
+    used = [list(sizes) for sizes in zip(*pairs, strict=True)]
+    for i, name in enumerate("qk"):
+        if case.ragged in (f"used_{name}", "used", "packed_used"):
+            used[i] = given[f"seqused_{name}"] = [rng.choice((size, rng.randint(0, size))) for size in used[i]]
+    parts = []
+    for b, ((start_q, start_k), (size, _)) in enumerate(zip(starts[: case.batch], pairs, strict=True)):
+        queries, keys = slice(start_q, start_q + used[0][b]), slice(start_k, start_k + used[1][b])
+        parts.append(Part(0 if case.packed else b, slice(start_q, start_q + size), queries, keys))
+    return Lengths(rows, given, parts)
+
+
+def _pair(case: Case, rng: random.Random) -> tuple[int, int]:
+    """The lengths of a packed sequence: at most those of the case, and often equal."""
+    queries, keys = (rng.choice((0, 1, n, rng.randint(0, n))) for n in (case.seqlen_q, case.seqlen_k))
+    return queries, rng.choice((keys, min(queries, case.seqlen_k)))
+
+
+def outside(case: Case, which: str) -> torch.Tensor:
+    """Bool [B, S] or packed [T]: the rows of q or k that are of no sequence."""
+    index, ((rows_q, rows_k), _, parts) = "qk".index(which), lengths(case)
+    rows = (rows_q, rows_k)[index]
+    found = torch.ones(1 if case.packed else case.batch, rows, dtype=torch.bool)
+    for part in parts:
+        found[part.entry, part.keys if index else part.queries] = False
+    return found[0] if case.packed else found
 
 
 # -- layouts: how q, k and v lie in memory ---------------------------------------------------------------------------
 Randn = Callable[..., torch.Tensor]
-Shape = tuple[int, int, int, int]
 
 
 def _contiguous(case: Case, shape: Shape, randn: Randn) -> torch.Tensor:
@@ -135,7 +224,7 @@ def _packed_kv(case: Case, randn: Randn) -> tuple[torch.Tensor, torch.Tensor, to
 
 def _expanded(case: Case, randn: Randn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Every batch entry shares one k and v: a batch stride of 0."""
-    k, v = (randn(1, *case.shapes[1][1:]).expand(case.batch, -1, -1, -1) for _ in range(2))
+    k, v = (randn(1, *shape[1:]).expand(case.batch, -1, -1, -1) for shape in case.shapes[1:3])
     return randn(*case.shapes[0]), k, v
 
 
@@ -156,7 +245,8 @@ LAYOUTS = (*_EACH, *_TOGETHER)
 
 
 def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of `case`, standard normal. A case and a seed always give the same numbers on one kind of device."""
+    """q, k and v of `case`, standard normal, and NaN in rows of no sequence. A case and a seed always give the same
+    numbers on one kind of device."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{case.name} {seed}".encode()))
 
     def randn(*shape: int) -> torch.Tensor:
@@ -165,12 +255,30 @@ def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[torch
     if case.layout in _TOGETHER:
         q, k, v = _TOGETHER[case.layout](case, randn)
     else:
-        q, k, v = (_EACH[case.layout](case, case.shapes[0 if i == 0 else 1], randn) for i in range(3))
+        q, k, v = (_EACH[case.layout](case, shape, randn) for shape in case.shapes[:3])
     if case.q_gain != 1.0:
         q.mul_(case.q_gain)
     if case.k_ramp != (1.0, 1.0):
         k.mul_(torch.linspace(*case.k_ramp, case.seqlen_k, device=device)[:, None, None].to(k.dtype))
+    if case.ragged:
+        for x, which in ((q, "q"), (k, "k"), (v, "k")):
+            x[outside(case, which).to(device)] = math.nan
     return q, k, v
+
+
+def options(case: Case, device: torch.device | str) -> dict[str, Any]:
+    """The arguments beside q, k and v that decide the numbers, as the oracle takes them."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
+    given: dict[str, Any] = {"causal": case.causal, "window": case.sides, "scale": case.scale, "softcap": case.softcap}
+    if case.sinks:
+        given["sinks"] = 3 * torch.randn(case.heads_q, generator=generator, device=device)
+    if case.alibi:
+        shape = (case.batch,) * (case.alibi == "entries") + (case.heads_q,)
+        given["alibi_slopes"] = torch.rand(shape, generator=generator, device=device) ** 4
+    if case.ragged:
+        numbers = lengths(case).given
+        given |= {name: torch.tensor(found, dtype=torch.int32, device=device) for name, found in numbers.items()}
+    return given
 
 
 # -- the list --------------------------------------------------------------------------------------------------------
@@ -230,7 +338,7 @@ def _call(rng: random.Random) -> dict[str, str | bool | float | None]:
     }
 
 
-def lengths(rng: random.Random) -> list[Case]:
+def around_tiles(rng: random.Random) -> list[Case]:
     """Sq and Sk around every tile size, in all combinations, causal and not."""
     cases = []
     for tile, (low, high) in TILE_HEAD_DIMS.items():
@@ -312,7 +420,7 @@ def drawn(rng: random.Random, count: int) -> list[Case]:
 
 def every_case() -> tuple[Case, ...]:
     rng = random.Random(20240229)
-    parts = corners() + lengths(rng) + head_dims(rng) + groups(rng) + layouts(rng) + drawn(rng, 80)
+    parts = corners() + around_tiles(rng) + head_dims(rng) + groups(rng) + layouts(rng) + drawn(rng, 80)
     return tuple(dict.fromkeys(parts))
 
 

@@ -1,5 +1,5 @@
-"""What every test shares: a kernel cache of its own, no tuned block configs, and a reason for skipping those under
-tests/gpu without a GPU."""
+"""What every test shares: a kernel cache of its own, no tuned block configs, and a reason for skipping, without a
+GPU, those under tests/gpu and those marked `gpu`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gpu = [item for item in items if item.path.is_relative_to(GPU_TESTS)]
+    gpu = [item for item in items if item.path.is_relative_to(GPU_TESTS) or item.get_closest_marker("gpu")]
     if gpu and not _has_gpu():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

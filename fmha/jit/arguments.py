@@ -6,6 +6,7 @@ call of a plan.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,14 +16,32 @@ STRIDE_ELEMENTS = 8  # strides other than the last, which is 1, are multiples of
 SHAPES: Mapping[str, Sequence[str]] = {
     "q": ("batch", "seqlen_q", "heads", "head_dim"),
     "k": ("batch", "seqlen_k", "kv_heads", "head_dim"),
-    "v": ("batch", "seqlen_k", "kv_heads", "head_dim"),
-    "o": ("batch", "seqlen_q", "heads", "head_dim"),
+    "v": ("batch", "seqlen_k", "kv_heads", "head_dim_v"),
+    "o": ("batch", "seqlen_q", "heads", "head_dim_v"),
 }
+# `left` and `right` are those of `schedules.domain.Bounds`, "slopes batch" is 0 where all batch entries share slopes.
+# In a ragged batch the head group is what `schedules.work.keys_in_l2` says, and of `sequences` one behind the other in
+# one entry `packed` is 1.
+NUMBERS = ("head_group", "multiprocessors", "left", "right", "slopes batch", "sequences", "packed")
 SIZES = (
-    *("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim"),
+    *("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v"),
     *(f"{name} {mode}" for name in SHAPES for mode in ("batch", "row", "head")),  # strides, in elements
-    *("head_group", "multiprocessors"),
+    *(f"{name} unit" for name in SHAPES),  # that strides of batch and row are multiples of
+    *NUMBERS,
 )
+
+# The list of a ragged batch (`fmha.kernels.sm90.listing`), in int32.
+COUNTER, TOTAL, LISTED, FIRST = 0, 1, 2, 4
+RECORD = 8
+
+
+def records_at(sequences: int) -> int:
+    """Behind the numbers of the first tiles: those of the sequences, of two for rows of none, and one more."""
+    return FIRST + (sequences + 3 + 3) // 4 * 4
+
+
+def listing_words(sequences: int) -> int:
+    return records_at(sequences) + RECORD * (sequences + 2)
 
 
 class Sizes:
@@ -30,12 +49,14 @@ class Sizes:
 
     __slots__ = ("address", "numbers")
 
-    def __init__(self, layouts: Sequence[Layout], head_group: int, multiprocessors: int) -> None:
-        """`layouts` are those of q, k, v and o."""
-        (batch, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, _) = layouts[0].shape, layouts[1].shape
-        shapes = batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim
+    def __init__(self, layouts: Sequence[Layout], *numbers: int) -> None:
+        """`layouts` are those of q, k, v and o, `numbers` those that `NUMBERS` names."""
+        (batch, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, head_dim_v) = layouts[0].shape, layouts[2].shape
+        shapes = batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v
         strides = (stride for layout in layouts for stride in layout.strides[:3])
-        self.numbers = array("q", (*shapes, *strides, head_group, multiprocessors))
+        units = (layout.unit for layout in layouts)
+        self.numbers = array("q", (*shapes, *strides, *units, *numbers))
+        assert len(self.numbers) == len(SIZES), f"the numbers are {', '.join(NUMBERS)}"
         self.address = self.numbers.buffer_info()[0]
 
 
@@ -47,4 +68,22 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any) -> Layout:
-        return cls(tensor.shape, tensor.stride())
+        return cls.padded(tensor.shape, tensor.stride())
+
+    @classmethod
+    def padded(cls, shape: Sequence[int], strides: Sequence[int]) -> Layout:
+        """One of [S, H, D] is that of a batch of one."""
+        if len(shape) == 3:
+            return cls((1, *shape), (strides[0], *strides))
+        return cls(shape, strides)
+
+    @property
+    def unit(self) -> int:
+        """What steps of a row and of an entry are multiples of: in these the rows of a ragged batch are counted."""
+        return max(1, math.gcd(*self.strides[:2]) if self.shape[0] > 1 else self.strides[1])
+
+    @property
+    def units(self) -> int:
+        """Up to the end of the last row."""
+        batch, rows, *_ = self.shape
+        return ((batch - 1) * self.strides[0] + rows * self.strides[1]) // self.unit

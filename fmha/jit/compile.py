@@ -38,7 +38,8 @@ def compile_object(problem: Problem, config: BlockConfig, arch: str, *, recorder
     with _tracing, _memory_file() as path:
         name = key.symbol(problem, config, arch) + (f"_{recorder}" if recorder else "")
         kernel_class.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        kernel = kernel_class(_element_type(problem.dtype), problem.mask, config)
+        kernel_class.list_sequences.set_name_prefix(key.LISTER, remove_cutlass_symbol=True, keep_mangled_name=False)
+        kernel = kernel_class(_element_type(problem.dtype), problem.mask, problem.score, problem.ragged, config)
         options = f"--enable-tvm-ffi --gpu-arch {arch}" + (" iket" if recorder == "iket" else "")
         cute.compile(kernel, *_abstract_arguments(), options=options).export_to_c(path, function_name=ENTRY)
         with open(path, "rb") as file:
@@ -48,12 +49,14 @@ def compile_object(problem: Problem, config: BlockConfig, arch: str, *, recorder
 def load(object_file: bytes) -> Callable[..., None]:
     """The launch function of a compiled object, a `tvm_ffi.Function`.
 
-    It is called as `function(sizes, q, k, v, o, lse, scale_log2, counter, base, stream)`, all of them numbers: sizes is
-    the address of an array that `fmha.jit.arguments` makes; q, k, v and o are addresses on the current device,
-    multiples of 16 bytes; lse is that of a contiguous float32 [B, Hq, Sq], or 0 for none; `fmha.jit.counter` says what
-    counter (an address, too) and base are; stream is a cudaStream_t. None is checked: a plan is made of what has been.
-    Bytes that are no such object raise whatever the DSL makes of them.
-    """
+    It is called as `function(sizes, q, k, v, o, lse, sinks, slopes, scale_log2, cap_factor, counter, base, stream,
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)`, all of them numbers: sizes is the address of an array that
+    `fmha.jit.arguments` makes; q, k, v and o are addresses on the current device, multiples of 16 bytes; lse is that of
+    a contiguous float32 [B, Hq, Sq], sinks that of an [Hq] and slopes that of a [B, Hq] or [Hq], or 0 for none; what
+    scores are multiplied by the kernel says; `fmha.jit.counter` says what counter (an address, too) and base are;
+    stream is a cudaStream_t. In a ragged batch counter is the address of `fmha.jit.arguments.listing_words` int32, and
+    the last four are those of contiguous int32, or 0. None is checked: a plan is made of what has been. Bytes that are
+    no such object raise whatever the DSL makes of them."""
     import cutlass.cute as cute
 
     with _memory_file(object_file) as path:
@@ -97,8 +100,10 @@ def _abstract_arguments() -> tuple[Any, ...]:
     import cutlass
     from cutlass.cute.runtime import make_fake_stream
 
-    addresses = [cutlass.Int64(0)] * 6  # sizes, q, k, v, o and lse
-    return *addresses, cutlass.Float32(1.0), cutlass.Int64(0), cutlass.Int32(0), make_fake_stream()
+    addresses = [cutlass.Int64(0)] * 8  # sizes, q, k, v, o, lse, sinks and slopes
+    factors = [cutlass.Float32(1.0)] * 2  # scale_log2 and cap_factor
+    lengths = [cutlass.Int64(0)] * 4
+    return *addresses, *factors, cutlass.Int64(0), cutlass.Int32(0), make_fake_stream(), *lengths
 
 
 @contextmanager

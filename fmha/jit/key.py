@@ -12,13 +12,15 @@ import hashlib
 from fmha.problem import Problem
 from schedules.tiling import BlockConfig
 
+LISTER = "fmha_list_sequences"  # how the name of the kernel begins that runs before one for ragged batches
+
 
 def canonical(problem: Problem, config: BlockConfig, arch: str) -> str:
     """The text that names a kernel, one `name = value` a line.
 
     A head dim below that of the tile is padded by TMA when the kernel runs, so the text carries the config's.
     """
-    padded = dataclasses.replace(problem, head_dim=config.head_dim)
+    padded = dataclasses.replace(problem, head_dim=config.head_dim, head_dim_v=config.value_dim)
     lines = [f"arch = {_write(arch)}"]
     for prefix, values in (("problem", padded), ("config", config)):
         for field in dataclasses.fields(values):
@@ -34,7 +36,8 @@ def digest(text: str) -> str:
 def symbol(problem: Problem, config: BlockConfig, arch: str) -> str:
     """The kernel's name in the cubin, as profilers show it. The same kernel has the same name in every process."""
     short = digest(canonical(problem, config, arch))[:8]
-    return f"fmha_forward_{problem.dtype}_{problem.mask}_d{config.head_dim}_{short}"
+    mask = f"{problem.mask}_ragged" if problem.ragged else problem.mask
+    return f"fmha_forward_{problem.dtype}_{mask}_d{config.head_dim}_{short}"
 
 
 def _write(value: object) -> str:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fmha.jit import layout
-from fmha.jit.arguments import Layout, Sizes
-from fmha.jit.counter import LAUNCHING, Counter, current
+from fmha.jit.arguments import Layout, Sizes, listing_words
+from fmha.jit.counter import LAUNCHING, current
 from fmha.jit.layout import ALIGNMENT
 from fmha.problem import Problem
 
@@ -27,20 +27,20 @@ MAX_PLANS = 4096  # a serving loop with a new length in every call must not grow
 class Answer:
     """What a call gives back: an output like q, contiguous unless the caller brings one, and the LSE if asked for."""
 
-    shape: tuple[int, ...]  # [B, Sq, Hq, D]
+    shape: tuple[int, ...]  # [B, Sq, Hq, D], D of v, or packed [Tq, Hq, D]
     device: torch.device
     return_lse: bool
-    row_major: bool  # q is, in every mode: a size of 1 makes torch call odd strides contiguous
+    row_major: bool  # q is, in every mode, and of that shape: a size of 1 makes torch call odd strides contiguous
     reach: tuple[int, ...]  # bytes from the first to the last element of q, k, v and the caller's `out`
 
     def new_output(self, q: Tensor) -> Tensor:
         if self.row_major:
             return torch.empty_like(q)  # faster without the format
-        return torch.empty_like(q, memory_format=torch.contiguous_format)
+        return q.new_empty(self.shape)
 
     def new_lse(self) -> Tensor:
-        batch, seqlen_q, heads, _ = self.shape
-        return torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=self.device)
+        *batch, seqlen_q, heads, _ = self.shape
+        return torch.empty((*batch, heads, seqlen_q), dtype=torch.float32, device=self.device)
 
     def refuse_overlap(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """ValueError if `out` shares memory with an input, which would be overwritten before it is read."""
@@ -52,6 +52,17 @@ class Answer:
                 raise ValueError(f"out overlaps {name} in memory; it may share no element with q, k or v")
 
 
+Lengths = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""cu_seqlens_q and _k, seqused_q and _k, int32."""
+
+NO_LENGTHS: Lengths = (None, None, None, None)
+
+
+def address(tensor: Tensor | None) -> int:
+    """0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
     """The plan of a call that a kernel answers."""
@@ -59,19 +70,29 @@ class Launch:
     answer: Answer
     function: Callable[..., None]
     scale_log2: float
-    head_group: int
+    cap_factor: float
     work_tiles: int
-    multiprocessors: int
+    numbers: tuple[int, ...]  # `fmha.jit.arguments.NUMBERS`
     sizes: Sizes  # where all tensors are used as they are, and outputs that the caller does not bring are contiguous
     inputs_in_place: bool  # the kernel can address q, k and v as they are, wherever they are aligned
     out_in_place: bool  # and the caller's `out`
+    listing_words: int = 0  # of the list of a ragged batch's sequences, int32
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
+        lengths: Lengths = NO_LENGTHS,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         answer = self.answer
         device = answer.device
         if device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self(q, k, v, out)
+                return self(q, k, v, out, sinks, slopes, lengths)
         if out is not None:
             answer.refuse_overlap(q, k, v, out)
         sizes: Sizes | None = self.sizes
@@ -88,24 +109,22 @@ class Launch:
             o = answer.new_output(q)
             sizes = None
         if sizes is None:
-            sizes = Sizes([Layout.of(x) for x in (q, k, v, o)], self.head_group, self.multiprocessors)
+            sizes = Sizes([Layout.of(x) for x in (q, k, v, o)], *self.numbers)
         lse = answer.new_lse() if answer.return_lse else None
-        lse_at = 0 if lse is None else lse.data_ptr()
-        with LAUNCHING:
-            counter = current(device)
-            self.function(
-                sizes.address,
-                q_at,
-                k_at,
-                v_at,
-                o.data_ptr(),
-                lse_at,
-                self.scale_log2,
-                counter.address,
-                counter.base,
-                counter.stream,
-            )
-            counter.advance(self.work_tiles)
+        sinks = None if sinks is None else sinks.contiguous()
+        slopes = None if slopes is None else slopes.contiguous()
+        tensors = sizes.address, q_at, k_at, v_at, o.data_ptr(), address(lse), address(sinks), address(slopes)
+        factors = self.scale_log2, self.cap_factor
+        if self.listing_words:
+            listing = torch.empty(self.listing_words, dtype=torch.int32, device=device)
+            kept = [None if x is None else x.contiguous() for x in lengths]
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            self.function(*tensors, *factors, listing.data_ptr(), 0, stream, *map(address, kept))
+        else:
+            with LAUNCHING:
+                counter = current(device)
+                self.function(*tensors, *factors, counter.address, counter.base, counter.stream, 0, 0, 0, 0)
+                counter.advance(self.work_tiles)
         if out is not None and out is not o:
             o = out.copy_(o)
         return o if lse is None else (o, lse)
@@ -113,16 +132,30 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blank:
-    """The plan of a call without a query, or without a key to see: the output is 0 and the LSE minus infinity."""
+    """The plan of a call without a query, or without a key to see: the output is 0, and the LSE minus infinity, or the
+    sink of those queries that there are."""
 
     answer: Answer
+    ragged: bool = False  # then there is no query, or no sequence: rows of none have no sink
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
+        lengths: Lengths = NO_LENGTHS,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         answer = self.answer
         if out is not None:
             answer.refuse_overlap(q, k, v, out)
         o = (answer.new_output(q) if out is None else out).zero_()
-        return (o, answer.new_lse().fill_(-torch.inf)) if answer.return_lse else o
+        if not answer.return_lse:
+            return o
+        lse = answer.new_lse()
+        return o, lse.fill_(-torch.inf) if sinks is None or self.ragged else lse.copy_(sinks[:, None].expand_as(lse))
 
 
 Plan = Launch | Blank
@@ -175,11 +208,16 @@ def touch(function: Callable[..., None], problem: Problem) -> None:
     """Launches a kernel for one query and one key on the current device: the driver loads its code at the first launch,
     which must not be one that a CUDA graph captures."""
     device = torch.device("cuda", torch.cuda.current_device())
-    tensors = torch.zeros((4, 1, 1, 1, problem.head_dim), dtype=getattr(torch, problem.dtype), device=device)
-    sizes = Sizes([Layout.of(tensor) for tensor in tensors], head_group=1, multiprocessors=1)
-    counter = Counter(device, torch.cuda.current_stream(device).cuda_stream)
+    dims = problem.head_dim, problem.head_dim, problem.value_dim, problem.value_dim
+    tensors = [torch.zeros((1, 1, 1, dim), dtype=getattr(torch, problem.dtype), device=device) for dim in dims]
+    sizes = Sizes([Layout.of(tensor) for tensor in tensors], 1, 1, 0, 0, 0, 1, 0)
+    slopes = torch.zeros(1, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    room = torch.zeros(listing_words(1), dtype=torch.int32, device=device)
     addresses = (tensor.data_ptr() for tensor in tensors)
-    function(sizes.address, *addresses, 0, 1.0, counter.address, counter.base, counter.stream)
+    vectors = 0, slopes.data_ptr()
+    taken = room.data_ptr(), 0
+    function(sizes.address, *addresses, 0, *vectors, 1.0, 1.0, *taken, stream, 0, 0, 0, 0)
 
 
 def from_dlpack(name: str, array: Any) -> Tensor:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Function = Callable[..., None]
 
 STORE = Store()
-_functions: dict[tuple[str, str, BlockConfig, str], Function] = {}
+_functions: dict[tuple[str, str, str, bool, BlockConfig, str], Function] = {}
 _missing = threading.Lock()  # of the threads that miss a kernel, one fetches it
 
 
@@ -36,15 +36,20 @@ def pick(problem: Problem, arch: str, extent: Extent | None = None) -> Pick:
 
     Without sizes it is the table's for long sequences. LookupError if the table holds no such head dim.
     """
-    if extent is not None and (entry := tuned.find(problem, arch, extent)) and entry.config.serves(extent.lse):
+    if extent is not None and (entry := tuned.find(problem, arch, extent)) and _suits(entry.config, problem, extent):
         return Pick(entry.config, f"tuned: {tuned.file().path}")
-    config = choose(problem.head_dim, arch, extent)
-    return Pick(config, next(row.reason for row in rows(problem.head_dim, arch) if row.config == config))
+    config = choose(problem.head_dim, arch, extent, problem.head_dim_v, problem.score)
+    found = rows(problem.head_dim, arch, problem.head_dim_v)
+    return Pick(config, next(row.reason for row in found if row.config == config))
+
+
+def _suits(config: BlockConfig, problem: Problem, extent: Extent) -> bool:
+    return config.serves(extent.lse) and config.holds(problem.score)
 
 
 def loaded(problem: Problem, config: BlockConfig, arch: str) -> Function | None:
     """The launch function of a kernel if it is in memory."""
-    return _functions.get((problem.dtype, problem.mask, config, arch))
+    return _functions.get((problem.dtype, problem.mask, problem.score, problem.ragged, config, arch))
 
 
 def fetch(problem: Problem, config: BlockConfig, arch: str) -> Function:
@@ -55,7 +60,7 @@ def fetch(problem: Problem, config: BlockConfig, arch: str) -> Function:
         if function is None:
             text, build = _recipe(problem, config, arch)
             function = STORE.get(text, build, compile.load)
-            _functions[problem.dtype, problem.mask, config, arch] = function
+            _functions[problem.dtype, problem.mask, problem.score, problem.ragged, config, arch] = function
         return function
 
 
@@ -85,8 +90,10 @@ def warmup(problems: Problem | Iterable[Problem], arch: str | None = None) -> No
     for problem in problems:
         _require(problem, arch)
     for problem in problems:
-        configs = [row.config for row in rows(problem.head_dim, arch)] + tuned.configs(problem, arch)
-        for config in dict.fromkeys(configs):
+        found = [row.config for row in rows(problem.head_dim, arch, problem.head_dim_v)]
+        for config in dict.fromkeys([*found, *tuned.configs(problem, arch)]):
+            if not config.holds(problem.score):
+                continue
             function = fetch(problem, config, arch)
             if arch == here:
                 launch.touch(function, problem)

@@ -72,14 +72,16 @@ def of_variant(variant: Variant, arch: str) -> Report:
 
 
 def name(variant: Variant, arch: str) -> str:
-    """A variant's name for people and files: arch, tile's head dim, mask and dtype; "lse" if calls that want none get
-    another; behind it the tile, of queries by keys, unless it is that for long sequences."""
+    """A variant's name for people and files: arch, tile's head dim, and V's if it has its own, mask, dtype, what is
+    done to scores, and "ragged"; "lse" if calls that want none get another; behind it the tile, of queries by keys,
+    unless it is that for long sequences."""
     problem, config = variant
-    base = f"{arch}-d{config.head_dim}-{problem.mask}-{SHORT[problem.dtype]}"
+    base = f"{arch}-{config.dims}-{problem.mask}-{SHORT[problem.dtype]}"
+    base += f"-{problem.score}" * (problem.score != "plain") + "-ragged" * problem.ragged
     exact = config.ones == 0
-    if exact and choose(config.head_dim, arch).ones:
+    if exact and choose(config.head_dim, arch, head_dim_v=config.head_dim_v).ones:
         base += "-lse"
-    long = rivals(config.head_dim, arch, exact)[0].config
+    long = rivals(config.head_dim, arch, exact, config.head_dim_v)[0].config
     return base if config == long else f"{base}-{config.tile_m}x{config.tile_n}"
 
 

@@ -21,6 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fmha.jit.key import LISTER
+
 TOOLS = {"nvdisasm": "nvidia-cuda-nvdisasm", "cuobjdump": "nvidia-cuda-cuobjdump"}  # tool: PyPI package
 INSTRUCTION_BYTES = 16  # sm_70 and later
 
@@ -118,7 +120,7 @@ class Resources:
 
 
 def read(cubin: bytes | str | Path, function: str | None = None) -> Resources:
-    """The resources of a cubin's only kernel, or of the one named `function`.
+    """The resources of a cubin's only kernel beside the one that lists sequences, or of the one named `function`.
 
     `cubin` is the file's content or its path. ValueError if it is no cubin or holds other kernels than asked for,
     MissingTool if the disassembler is not installed.
@@ -133,7 +135,8 @@ def read(cubin: bytes | str | Path, function: str | None = None) -> Resources:
         entry["function-name"]: entry for entry in json.loads(_output("nvdisasm", "--emit-json", path))[1]
     }
     usage = resource_usage(_output("cuobjdump", "-res-usage", path))
-    name = function if function or len(functions) != 1 else next(iter(functions))
+    others = [name for name in functions if not name.startswith(LISTER)]
+    name = function if function or len(others) != 1 else others[0]
     if name is None or name not in functions:
         raise ValueError(f"function {function!r}: {path.name} holds {sorted(functions)}; name one of them")
     code = [Instruction.parse(i, raw) for i, raw in enumerate(functions[name]["sass-instructions"])]

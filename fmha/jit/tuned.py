@@ -82,8 +82,8 @@ class Entry:
             raise ValueError(reason)
         if reason := config.check(CHIPS[call.arch]):
             raise ValueError(f"its config: {reason}")
-        if config.head_dim < call.head_dim:
-            raise ValueError(f"its config holds head dims up to {config.head_dim}, not {call.head_dim}")
+        if (widest := min(config.head_dim, config.value_dim)) < call.head_dim:
+            raise ValueError(f"its config holds head dims up to {widest}, not {call.head_dim}")
         return cls(call, config, measured if isinstance(measured, dict) else {})
 
 
@@ -100,7 +100,10 @@ _file: File | None = None
 
 
 def find(problem: Problem, arch: str, extent: Extent) -> Entry | None:
-    """The entry for calls of `problem` with these sizes."""
+    """The entry for calls of `problem` with these sizes. There are entries for plain scores, dense and causal, and one
+    head dim, only."""
+    if problem.mask == "window" or problem.score != "plain" or problem.head_dim_v:
+        return None
     return file().entries.get(Call.of(problem, arch, extent))
 
 

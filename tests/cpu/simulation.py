@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,9 @@ from schedules.rings import Counts, NumpyLendingRing, NumpyRing, NumpyWorkRing
 from schedules.tiling import BlockConfig
 
 ADVERSARIES = ("eager", "lazy", "random")
+
+Window = tuple[int | None, int | None]
+NO_WINDOW: Window = (None, None)
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,30 @@ def small(consumers: int = 2, stages: int = 2, q_stages: int = 2, tile_n: int = 
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Of the sequences of a ragged batch, as `simulate.forward` takes them, of queries and of keys."""
+
+    cu_seqlens: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    seqused: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
+
+    def parts(self, problem: Problem) -> list[tuple[int, slice, slice]]:
+        """The entry of the tensors that a sequence lies in, its queries and its keys."""
+        cu, whole = self.cu_seqlens, ((0, problem.seqlen_q), (0, problem.seqlen_k))
+        spans = [list(pairwise(sums)) for sums in cu] if cu else [[span] * problem.batch for span in whole]
+        for i, used in enumerate(self.seqused):
+            if used is not None:
+                spans[i] = [(start, start + count) for (start, _), count in zip(spans[i], used, strict=True)]
+        return [(0 if cu else b, slice(*q), slice(*k)) for b, (q, k) in enumerate(zip(*spans, strict=True))]
+
+
+@dataclass(frozen=True)
 class Problem:
-    """Attention over normally distributed q, k and v."""
+    """Attention over normally distributed q, k and v, with NaN in rows of no sequence."""
 
     seqlen_q: int
     seqlen_k: int
     causal: bool = False
+    window: Window = NO_WINDOW
     batch: int = 1
     heads: int = 1
     kv_heads: int = 1
@@ -45,41 +68,133 @@ class Problem:
     scale: float | None = None
     spread: float = 6.0  # of the scores: enough to make row maxima grow past the threshold
     config: BlockConfig = small()
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    lengths: Lengths | None = None  # if the batch is ragged; `batch` is the number of sequences then
+
+    @property
+    def entries(self) -> int:
+        """Of the tensors."""
+        return 1 if self.lengths is not None and self.lengths.cu_seqlens is not None else self.batch
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What beside q, k and v decides the numbers."""
+        random = np.random.default_rng(self.seqlen_q * 1000 + self.seqlen_k + 1)
+        sinks, slopes = 3 * random.standard_normal(self.heads), random.random((self.batch, self.heads)) ** 2
+        return {
+            "causal": self.causal,
+            "window": self.window,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "sinks": sinks if self.sinks else None,
+            "alibi_slopes": slopes if self.alibi else None,
+        }
 
     def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         random = np.random.default_rng(self.seqlen_q * 1000 + self.seqlen_k)
-        kv = (self.batch, self.seqlen_k, self.kv_heads, self.head_dim)
-        q = random.standard_normal((self.batch, self.seqlen_q, self.heads, self.head_dim)) * self.spread
-        return q, random.standard_normal(kv), random.standard_normal(kv)
+        kv = (self.entries, self.seqlen_k, self.kv_heads, self.head_dim)
+        q = random.standard_normal((self.entries, self.seqlen_q, self.heads, self.head_dim)) * self.spread
+        k, v = random.standard_normal(kv), random.standard_normal(kv)
+        if self.lengths is not None:
+            outside_q, outside_k = (np.ones(x.shape[:2], bool) for x in (q, k))
+            for entry, queries, keys in self.lengths.parts(self):
+                outside_q[entry, queries] = outside_k[entry, keys] = False
+            q[outside_q] = k[outside_k] = v[outside_k] = np.nan
+        return q, k, v
+
+    def answer(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The right one: of a ragged batch each sequence by itself."""
+        if self.lengths is None:
+            return attention(q, k, v, **self.options)
+        o = np.zeros((*q.shape[:3], v.shape[3]))
+        lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
+        options, slopes = self.options, self.options["alibi_slopes"]
+        for b, (entry, queries, keys) in enumerate(self.lengths.parts(self)):
+            one = (x[entry : entry + 1, rows] for x, rows in ((q, queries), (k, keys), (v, keys)))
+            options["alibi_slopes"] = None if slopes is None else slopes[b : b + 1]
+            found, total = attention(*one, **options)
+            o[entry, queries], lse[entry, :, queries] = found[0], total[0]
+        return o, lse
+
+
+def packed(sizes: Sequence[tuple[int, int]], before: int = 0, behind: int = 0, **rest: Any) -> Problem:
+    """A problem of sequences of these lengths one behind the other, with so many rows of nobody before and behind, of q
+    as of k. With `used` those parts of the sequences are used."""
+    cu_q, cu_k = (tuple(accumulate((pair[i] for pair in sizes), initial=before)) for i in range(2))
+    lengths = Lengths((cu_q, cu_k), rest.pop("used", (None, None)))
+    rows = max(1, cu_q[-1] + behind), max(1, cu_k[-1] + behind)
+    return Problem(*rows, batch=len(sizes), lengths=lengths, **rest)
+
+
+def padded(
+    batch: int, seqlen_q: int, seqlen_k: int, used_q: Sequence[int] | None, used_k: Sequence[int] | None, **rest
+):
+    """A problem of sequences in an entry each, which use so much of it."""
+    used = None if used_q is None else tuple(used_q), None if used_k is None else tuple(used_k)
+    return Problem(seqlen_q, seqlen_k, batch=batch, lengths=Lengths(None, used), **rest)
 
 
 class WrongNumbers(AssertionError):
     """The programs ran to their end and computed something else."""
 
 
-def attention(q, k, v, causal: bool, scale: float | None) -> tuple[np.ndarray, np.ndarray]:
+def visible(seqlen_q: int, seqlen_k: int, causal: bool, window: Window = NO_WINDOW) -> np.ndarray:
+    """Who sees whom, bool [Sq, Sk], written down from the definition: bottom-right aligned."""
+    query, key = np.indices((seqlen_q, seqlen_k))
+    left, right = window
+    own = query + seqlen_k - seqlen_q
+    seen = key <= own if causal else np.ones_like(key, bool)
+    if left is not None:
+        seen &= own - key <= left
+    if right is not None:
+        seen &= key - own <= right
+    return seen
+
+
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    causal: bool,
+    scale: float | None,
+    window: Window = NO_WINDOW,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
+    alibi_slopes: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """The definition, in float64: (o [B, Sq, Hq, D], lse [B, Hq, Sq])."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat(group, axis=2), v.repeat(group, axis=2)
     scores = np.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
-    query, key = np.indices(scores.shape[2:])
-    seen = key - k.shape[1] <= query - q.shape[1] if causal else np.ones_like(query, bool)
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        query, key = np.indices(scores.shape[2:])
+        distance = abs(key - (query + k.shape[1] - q.shape[1]))
+        scores = scores - np.broadcast_to(alibi_slopes, scores.shape[:2])[..., None, None] * distance
+    seen = visible(*scores.shape[2:], causal, window)
     weights = np.where(seen, np.exp(np.where(seen, scores, 0)), 0)
     total = weights.sum(axis=3, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks)[:, None, None]
     o = np.einsum("bhqk,bkhd->bqhd", weights / np.where(total == 0, 1, total), v)
     with np.errstate(divide="ignore"):
         return o, np.log(total[..., 0])
 
 
 def run(problem: Problem, seed: int = 0, policy: str = "random", **changes) -> simulate.Result:
-    """Simulates `problem`. Raises a `ScheduleError`, or `WrongNumbers` if the outputs are not those of `attention`."""
+    """Simulates `problem`. Raises a `ScheduleError`, or `WrongNumbers` if the outputs are not the right ones."""
     q, k, v = problem.inputs()
-    arguments = {"causal": problem.causal, "scale": problem.scale, "config": problem.config, **changes}
+    arguments = {**problem.options, "config": problem.config, **changes}
+    if problem.lengths is not None:
+        arguments |= {"cu_seqlens": problem.lengths.cu_seqlens, "seqused": problem.lengths.seqused}
     with np.errstate(over="ignore", invalid="ignore"):  # a broken program may
         result = simulate.forward(q, k, v, seed=seed, policy=policy, **arguments)
-    for name, found, expected in zip(
-        ("o", "lse"), result, attention(q, k, v, problem.causal, problem.scale), strict=False
-    ):
+    right = problem.answer(q, k, v)
+    for name, found, expected in zip(("o", "lse"), result, right, strict=False):
         if not np.allclose(found, expected, rtol=1e-9, atol=1e-9):
             raise WrongNumbers(f"{name} of {problem}")
     return result

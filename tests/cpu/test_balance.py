@@ -7,7 +7,7 @@ import math
 import pytest
 
 from schedules.balance import START, idle
-from schedules.domain import DOMAINS, Causal, Dense
+from schedules.domain import DOMAINS, Bounds, Causal, Dense
 from schedules.tiling import Extent, choose
 from schedules.work import head_group
 
@@ -30,8 +30,8 @@ def test_a_work_tile_that_is_taken_early_waits_for_its_cta(lead: float, makespan
     """Two CTAs, work tiles of 8, 1, 1 and 1 KV tiles: the first CTA takes the last one at its start, or never."""
 
     class Steps(Causal):
-        def visits(self, q_tile: int, seqlen_q: int, seqlen_k: int):
-            return super().visits(q_tile, seqlen_q, seqlen_k)._replace(total=(1, 1, 1, 8)[q_tile])
+        def visits(self, q_tile: int, bounds: Bounds):
+            return super().visits(q_tile, bounds)._replace(total=(1, 1, 1, 8)[q_tile])
 
     found = idle(Steps(128, 128), 512, 512, heads=1, group=1, multiprocessors=2, lead=lead)
     assert found == pytest.approx(1 - (11 + 4 * START) / (2 * makespan))

@@ -5,11 +5,13 @@ Candidates and clocks are fake; the numbers that they give are known.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
 import statistics
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +41,22 @@ def test_tail_suite_pairs_each_length_with_its_base() -> None:
         assert [c.seqlen_k - base for c in cases if c.base == base] == [0, 1, 16, 64, 80, 127]
     assert [(c.seqlen_k, c.heads_q) for c in cases if c.base == 147_456] == [(147_456, 8), (147_600, 8)]
     assert {(c.batch, c.heads_q, c.head_dim) for c in cases if c.base == 4096} == {(1, 16, 128)}
+
+
+def test_window_suite_is_causal_and_cuts_something_off() -> None:
+    cases = suites.SUITES["window"]
+    assert len(cases) == len({case.name for case in cases}) == 6
+    for case in cases:
+        assert case.causal and case.window == (case.left, None) and case.name.split()[1] == f"window{case.left}"
+        assert case.flops < replace(case, left=None).flops
+    assert {(case.seqlen_k, case.left) for case in cases} == set(itertools.product((16384, 65536), (512, 1024, 4096)))
+
+
+def test_flops_of_windows_count_the_pairs_that_see_each_other() -> None:
+    for seqlen_q, seqlen_k, left in itertools.product((1, 5, 9, 33), (1, 7, 9, 33), (0, 1, 3, 8, 40)):
+        visible = reference.visibility(seqlen_q, seqlen_k, True, (left, None))(torch.arange(seqlen_q))
+        case = Case(3, seqlen_q, seqlen_k, 4, 2, 64, causal=True, left=left)
+        assert case.flops == 4 * 3 * 4 * 64 * int(visible.sum())
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -488,17 +506,19 @@ def test_sanitized_numbers_are_checked(error: float, monkeypatch: pytest.MonkeyP
 
     asked = []
 
-    def attention(q, k, v, *, causal, out, return_lse):
+    def answer(oracle, *tensors, out, return_lse, **given):
         assert out.isnan().all()
         asked.append(return_lse)
-        out.copy_(error * reference.attention(q, k, v, causal=causal)[0])
+        out.copy_(error * oracle(*tensors, **given)[0])
 
-    monkeypatch.setattr(fmha, "attention", attention)
+    for name in ("attention", "attention_varlen"):
+        monkeypatch.setattr(fmha, name, functools.partial(answer, getattr(reference, name)))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(sanitize, "CASES", sanitize.CASES[:2])
-    assert sanitize.run_cases() == (0 if error == 1.0 else 4)
-    assert asked == [False, True] * 2
+    cases = (*sanitize.CASES[:2], *(case for case in sanitize.CASES if case.packed or case.score == "softcap"))
+    monkeypatch.setattr(sanitize, "CASES", cases)
+    assert sanitize.run_cases() == (0 if error == 1.0 else 2 * len(cases))
+    assert asked == [False, True] * len(cases) and len(cases) == 5
     assert ("WRONG" in capsys.readouterr().out) == (error != 1.0)
 
 

@@ -15,7 +15,7 @@ from schedules.tiling import choose
 
 PROBLEM = Problem("bfloat16", 128, "causal")
 CONFIG = choose(128, "sm_90a")
-RUN_TIME = {"Problem.head_dim"}  # padded by TMA to the config's when the kernel runs
+RUN_TIME = {"Problem.head_dim", "Problem.head_dim_v"}  # padded by TMA to the config's when the kernel runs
 
 
 def perturbed(value):
@@ -70,12 +70,16 @@ def test_the_text_can_be_read_and_is_exact():
         third: float = 1 / 3
         flag: bool = True
         nothing: None = None
+        value_dim = 64
 
     assert key.canonical(Problem("float16", 72, "dense"), Config(), "sm_90a") == (  # type: ignore[arg-type]
         "arch = 'sm_90a'\n"
         "problem.dtype = 'float16'\n"
         "problem.head_dim = 128\n"
         "problem.mask = 'dense'\n"
+        "problem.score = 'plain'\n"
+        "problem.head_dim_v = 64\n"
+        "problem.ragged = False\n"
         "config.head_dim = 128\n"
         "config.third = 0.3333333333333333\n"
         "config.flag = True\n"
@@ -89,6 +93,7 @@ def test_a_value_without_exact_text_is_an_error(value):
     class Config:
         odd: object
         head_dim: int = 64
+        value_dim = 64
 
     with pytest.raises(TypeError, match="no canonical text"):
         key.canonical(PROBLEM, Config(value), "sm_90a")  # type: ignore[arg-type]

@@ -14,15 +14,24 @@ from fmha import reference
 from fmha.kernels.sm90 import softmax
 from schedules.forward import FLOOR, LARGE_PART
 from schedules.tiling import rivals
-from tests.cases import CASES, GROWING, SHARP, Case, inputs
-from tests.checks import Output, check, compare, half_ulp, poison, same_bits
+from tests.cases import CASES, GROWING, RAGGED, SHARP, Case, inputs, lengths, outside
+from tests.checks import LENGTHS, Output, check, compare, half_ulp, poison, same_bits
 
 TILE_N = 128
 ELEMENT = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 RESCALE_ABOVE = rivals(128, "sm_90a", lse=True)[0].config.rescale_above  # log2
 
 
-def flash(q, k, v, *, causal=False, scale=None, out=None, return_lse=False, visible=None):
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Of many small matrices several threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def flash(q, k, v, *, causal=False, window=(-1, -1), scale=None, out=None, return_lse=False, visible=None):
     """A kernel's arithmetic on the CPU: float32 accumulators, P rounded to 16 bits, base 2, tile after tile. With an
     LSE the row sums are of the weights before they are rounded, and rows are rescaled only where their maximum grew by
     more than a threshold. Without, they are of the rounded ones, and after the first tile only the weights say whether
@@ -32,7 +41,8 @@ def flash(q, k, v, *, causal=False, scale=None, out=None, return_lse=False, visi
     group = q.shape[2] // k.shape[2]
     queries = q.float().transpose(1, 2)
     keys, values = (x.float().transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))
-    seen = (visible or reference.visibility(q.shape[1], k.shape[1], causal))(torch.arange(q.shape[1]))
+    sides = tuple(None if side == -1 else side for side in window)
+    seen = (visible or reference.visibility(q.shape[1], k.shape[1], causal, sides))(torch.arange(q.shape[1]))
     tiles = []
     for start in range(0, k.shape[1], TILE_N):
         tile = slice(start, min(start + TILE_N, k.shape[1]))
@@ -131,12 +141,24 @@ def _top_left_causal(q, k, v, **kw):
     return flash(q, k, v, visible=reference.visibility(k.shape[1], k.shape[1], kw["causal"]), **kw)
 
 
+def _window_one_key_longer(q, k, v, *, window, **kw):
+    return flash(q, k, v, window=(window[0] + 1, window[1]), **kw)
+
+
+def _no_window(q, k, v, *, window, **kw):
+    return flash(q, k, v, **kw)
+
+
+def _minus_one_is_a_number(q, k, v, *, window, **kw):
+    return flash(q, k, v, visible=reference.visibility(q.shape[1], k.shape[1], kw["causal"], window), **kw)
+
+
 def _visible(q, k, kw, rows):
     return reference.visibility(q.shape[1], k.shape[1], kw["causal"])(rows)
 
 
 def _scale_off_by_1_percent(q, k, v, **kw):
-    return flash(q, k, v, **{**kw, "scale": 1.01 * (kw["scale"] or q.shape[3] ** -0.5)})
+    return flash(q, k, v, **{**kw, "scale": 1.01 * (kw.get("scale") or q.shape[3] ** -0.5)})
 
 
 def _heads_interleaved(q, k, v, **kw):
@@ -217,6 +239,9 @@ class _Unsteady:
 DENSE = Case(2, 70, 259, 4, 2, 64, out="given")
 CAUSAL = Case(2, 70, 259, 4, 2, 64, causal=True, out="strided")
 BLIND = Case(2, 259, 70, 4, 2, 64, causal=True, out="given")
+WINDOW = Case(2, 70, 259, 4, 2, 64, window=(100, -1), out="given")
+NARROW = Case(2, 140, 259, 4, 2, 64, causal=True, window=(3, None), out="given")
+BLIND_AT_THE_END = Case(2, 70, 259, 4, 2, 64, window=(-30, None), out="given")
 
 
 @pytest.mark.parametrize(
@@ -227,6 +252,12 @@ BLIND = Case(2, 259, 70, 4, 2, 64, causal=True, out="given")
         (BLIND, _sees_one_key_more, "not 0|oracle"),
         (CAUSAL, _top_left_causal, "oracle"),
         (BLIND, _top_left_causal, "not 0"),
+        (WINDOW, _window_one_key_longer, "oracle"),
+        (NARROW, _window_one_key_longer, "oracle"),
+        (BLIND_AT_THE_END, _window_one_key_longer, "not 0"),
+        (WINDOW, _no_window, "oracle"),
+        (BLIND_AT_THE_END, _no_window, "not 0"),
+        (WINDOW, _minus_one_is_a_number, "oracle"),
         (DENSE, _scale_off_by_1_percent, "oracle"),
         (DENSE, _heads_interleaved, "oracle"),
         (BLIND, _nan_in_blind_rows, "not 0"),
@@ -252,6 +283,138 @@ def test_a_planted_mistake_is_seen(case: Case, mistake, complaint: str) -> None:
 def test_a_call_that_allocates_leaves_poison_unwritten_if_it_forgets_an_element() -> None:
     with pytest.raises(AssertionError, match="never written|not finite"):
         check(replace(DENSE, out="new"), _leaves_one_element, "cpu")
+
+
+# -- ragged batches ---------------------------------------------------------------------------------------------------
+def _exact(q, k, v, *, window=(-1, -1), return_lse=False, **kw):
+    sides = tuple(None if side == -1 else side for side in window)
+    out, lse = reference.attention(q, k, v, window=sides, **kw)
+    return (out.to(q.dtype), lse.float()) if return_lse else out.to(q.dtype)
+
+
+def parts_of(q, k, given):
+    """Entry, queries and keys of each sequence, of tensors [B, S, H, D], as the arguments say."""
+    count = next(len(given[name]) - name.startswith("cu") for name in LENGTHS if name in given)
+    spans = []
+    for name, x in (("q", q), ("k", k)):
+        cu, used = given.get(f"cu_seqlens_{name}"), given.get(f"seqused_{name}")
+        starts = [0] * count if cu is None else cu[:-1].tolist()
+        sizes = [x.shape[1]] * count if cu is None else cu.diff().tolist()
+        sizes = sizes if used is None else used.tolist()
+        spans.append([slice(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+    entries = [0] * count if "cu_seqlens_q" in given else range(count)
+    return list(zip(entries, *spans, strict=True))
+
+
+def ragged(change=lambda parts: parts, function=flash, spoil=lambda out, lse, nobodys: None):
+    """An attention function that calls `function` for each sequence by itself: for those that `change` says."""
+
+    def attention(q, k, v, *, out=None, return_lse=False, alibi_slopes=None, **given):
+        is_packed = "cu_seqlens_q" in given
+        q, k, v = (x[None] if is_packed else x for x in (q, k, v))
+        parts = parts_of(q, k, given)
+        options = {name: x for name, x in given.items() if name not in LENGTHS}
+        result = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+        lse, nobodys = torch.full(q.shape[:3], -math.inf), torch.ones(q.shape[:2], dtype=torch.bool)
+        for b, (entry, queries, keys) in enumerate(change(parts)):
+            one = (x[entry : entry + 1, rows] for x, rows in ((q, queries), (k, keys), (v, keys)))
+            mine = options | ({} if alibi_slopes is None else {"alibi_slopes": alibi_slopes[b : b + 1]})
+            found, *total = function(*one, return_lse=True, **mine) if return_lse else (function(*one, **mine),)
+            result[entry, queries] = found[0]
+            if total:
+                lse[entry, queries] = total[0][0].T
+        for entry, queries, _ in parts:
+            nobodys[entry, queries] = False
+        spoil(result, lse, nobodys)
+        result, lse = (x[0] if is_packed else x for x in (result, lse))
+        result = result if out is None else out.copy_(result)
+        return (result, lse.transpose(-1, -2).contiguous()) if return_lse else result
+
+    return attention
+
+
+def _exchanged(parts):
+    """The keys of the two sequences with the most queries."""
+    a, b, *rest = sorted(parts, key=lambda part: part[1].start - part[1].stop)
+    return [(*a[:2], b[2]), (*b[:2], a[2]), *rest] if a[0] == b[0] else [(b[0], a[1], b[2]), (a[0], b[1], a[2]), *rest]
+
+
+def _one_key(more):
+    """Everybody sees one more, of a neighbour or of nobody, or one less."""
+
+    def change(parts):
+        return [(entry, q, slice(k.start, max(k.start, k.stop + more))) for entry, q, k in parts]
+
+    return change
+
+
+def _answers_for_one_row_more(parts):
+    return [(entry, slice(q.start, q.stop + 1), k) for entry, q, k in parts]
+
+
+def _outside(of, value):
+    """Rows of no sequence hold `value`."""
+
+    def spoil(out, lse, nobodys):
+        (out if of == "out" else lse)[nobodys] = value
+
+    return spoil
+
+
+def _slopes_of_others(q, k, v, *, alibi_slopes, **given):
+    return ragged(function=_exact)(q, k, v, alibi_slopes=alibi_slopes.flip(0), **given)
+
+
+PACKED = Case(5, 90, 140, 4, 2, 64, ragged="packed")
+GIVEN = Case(5, 90, 140, 4, 2, 64, causal=True, ragged="packed_used", out="given")
+PADDED = Case(3, 90, 140, 4, 2, 64, ragged="used", out="strided")
+SLOPES = Case(5, 90, 140, 4, 2, 64, ragged="packed", alibi="entries")
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("which", RAGGED)
+def test_a_kernels_arithmetic_passes_on_ragged_batches(which: str, causal: bool, lse: bool) -> None:
+    cases = PACKED, replace(PACKED, window=(40, -1)), replace(PACKED, heads_q=6, head_dim=72, seqlen_k=40)
+    changes = {"ragged": which, "causal": causal, "return_lse": lse}
+    verdicts = [check(replace(case, **changes), ragged(), "cpu") for case in cases]
+    assert 0 < max(verdict.ratio for verdict in verdicts) <= 2.0
+    assert any(verdict.lse_error > 0 for verdict in verdicts) == lse
+
+
+def test_the_cases_have_rows_of_nobody_and_neighbours() -> None:
+    for case in (PACKED, GIVEN, PADDED):
+        assert outside(case, "q").any() and outside(case, "k").any()
+        sizes = sorted((q.stop - q.start, k.stop - k.start) for _, _, q, k in lengths(case).parts)
+        assert sizes[-1][0] > 1 and sizes[-2][0] > 1 and sizes[-1][1] != sizes[-2][1]
+
+
+@pytest.mark.parametrize(
+    ("case", "mistake", "complaint"),
+    [
+        *((case, ragged(_exchanged), "oracle|not finite|not 0") for case in (PACKED, GIVEN, PADDED)),
+        (PACKED, ragged(_one_key(1)), "oracle|not finite"),
+        (GIVEN, ragged(_one_key(1)), "oracle|not finite"),
+        (PADDED, ragged(_one_key(1)), "not finite"),
+        *((case, ragged(_one_key(-1)), "oracle") for case in (PACKED, GIVEN, PADDED)),
+        *((case, ragged(_answers_for_one_row_more), "rows of no sequence are not 0") for case in (GIVEN, PADDED)),
+        *(
+            (case, ragged(spoil=_outside("out", value)), "rows of no sequence are not 0")
+            for case in (PACKED, GIVEN, PADDED)
+            for value in (1.0, math.nan)
+        ),
+        *(
+            (case, ragged(spoil=_outside("lse", value)), "rows of no sequence is not -inf")
+            for case in (PACKED, GIVEN, PADDED)
+            for value in (0.0, math.nan)
+        ),
+        (SLOPES, _slopes_of_others, "oracle"),
+    ],
+)
+def test_a_mistake_in_a_ragged_batch_is_seen(case: Case, mistake, complaint: str) -> None:
+    check(case, ragged(function=_exact if case.alibi else flash), "cpu")
+    with pytest.raises(AssertionError, match=complaint):
+        check(case, mistake, "cpu")
 
 
 # -- the pieces -------------------------------------------------------------------------------------------------------

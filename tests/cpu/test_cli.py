@@ -21,7 +21,7 @@ from fmha.jit.store import Store
 from fmha.problem import Problem
 from perf import resources
 from schedules import simulate
-from schedules.tiling import BlockConfig, choose, rows
+from schedules.tiling import TABLES, BlockConfig, choose, rows
 
 ARCH = "sm_90a"
 ONE = ["--head-dim", "64", "--mask", "dense", "--dtype", "bfloat16"]
@@ -106,7 +106,7 @@ def test_head_dims_select_the_kernels_that_serve_them(head_dims: list[int] | Non
     options = [] if head_dims is None else ["--head-dim", *map(str, head_dims)]
     chosen = cli.selection(cli.parser().parse_args(["inspect", *options]))
     assert {variant.config.head_dim for variant in chosen} == widths
-    kernels = sum(len(rows(width, ARCH)) for width in widths)
+    kernels = sum(row.config.head_dim in widths for row in TABLES[ARCH])
     assert len(chosen) == len(set(chosen)) == kernels * len(problem.MASKS) * len(problem.DTYPES)
 
 
@@ -121,7 +121,7 @@ def test_compile_writes_cubins_and_a_manifest(tmp_path: Path, capsys: pytest.Cap
         f"sm_90a-d64-{mask}-bf16{lse}{tile}"
         for lse in ("", "-lse")
         for tile in ("", "-128x128")
-        for mask in ("dense", "causal")
+        for mask in ("dense", "causal", "window")
     ]
     assert sorted(path.name for path in out.iterdir()) == sorted(
         ["manifest.json", *(entry["cubin"] for entry in manifest)]
@@ -145,7 +145,7 @@ def test_inspect_prints_what_the_machine_code_says(capsys: pytest.CaptureFixture
     assert (row["registers"], row["instructions"]) == (found.registers, found.instructions)
     assert row["body"] == found.body.common
     assert row["smem_bytes"] == choose(64, ARCH).smem_bytes()
-    assert row["problem"] == {"dtype": "bfloat16", "head_dim": 64, "mask": "dense"}
+    assert row["problem"] == dataclasses.asdict(Problem("bfloat16", 64, "dense"))
 
 
 def test_inspect_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:

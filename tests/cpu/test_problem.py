@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_a_supported_problem_has_a_block_config_that_fits_the_chip(arch):
         (Problem("bfloat16", 12), "sm_90a", "head_dim 12", "multiples of 8 up to 256"),
         (Problem("bfloat16", 264), "sm_90a", "head_dim 264", "multiples of 8 up to 256"),
         (Problem("bfloat16", 0), "sm_90a", "head_dim 0", "multiples of 8 up to 256"),
-        (Problem("bfloat16", 64, "window"), "sm_90a", "mask 'window'", "'dense' or 'causal'"),
+        (Problem("bfloat16", 64, "banded"), "sm_90a", "mask 'banded'", "'dense' or 'causal' or 'window'"),
         (Problem("bfloat16", 64), "sm_80", "architecture sm_80", "sm_90a (Hopper)"),
         (Problem("bfloat16", 64), "cpu", "architecture cpu", "sm_90a (Hopper)"),
         (Problem("bfloat16", 64), "sm_100a", "architecture sm_100a", "sm_100a (Blackwell) comes later"),
@@ -59,8 +60,11 @@ def test_a_reason_names_what_was_given_and_what_is_allowed(problem, arch, given,
 def test_the_variants_are_all_the_kernels_and_each_once():
     kernels = [(problem.dtype, problem.mask, config) for problem, config in variants("sm_90a")]
     assert len(kernels) == len(set(kernels))
+    dims = range(8, 257, 8)
     reachable = {
-        (t, m, row.config) for t in DTYPES for m in MASKS for d in range(8, 257, 8) for row in rows(d, "sm_90a")
+        (t, m, row.config)
+        for t, m, d, dv in itertools.product(DTYPES, MASKS, dims, (0, *dims))
+        for row in rows(d, "sm_90a", dv)
     }
     assert set(kernels) == reachable
 

@@ -98,6 +98,7 @@ def test_a_case_is_named_as_the_benchmark_names_it():
     ("name", "said"),
     [
         ("D128", "has no lengths"),
+        ("D128 window512 S4096", "what is 'window512'?"),
         ("S128", "has no head_dim"),
         ("D128 S4096 fast", "what is 'fast'"),
         ("D128 S4096 D64", "a second head_dim, 'D64'"),
@@ -552,12 +553,14 @@ def test_a_workload_calls_the_kernel_as_the_library_does(monkeypatch):
     first, second = calls
     sizes, *addresses = first[:5]
     assert addresses == [tensor.data_ptr() for tensor in (*qkv, kernel.out)] and kernel.out.isnan().all()
-    lse, scale_log2, counter, base, stream = first[5:]
-    assert (sizes, lse, base, stream) == (kernel.plan.sizes.address, 0, 0, 7)
-    assert scale_log2 == pytest.approx(math.log2(math.e) / 8) and counter == kernel.buffer.data_ptr()
+    lse, sinks, slopes, scale_log2, cap_factor, counter, base, stream, *lengths = first[5:]
+    assert lengths == [0] * 4
+    assert (sizes, lse, sinks, slopes, base, stream) == (kernel.plan.sizes.address, 0, 0, 0, 0, 7)
+    assert scale_log2 == pytest.approx(math.log2(math.e) / 8) and cap_factor == 1
+    assert counter == kernel.buffer.data_ptr()
     numbers = dict(zip(SIZES, kernel.plan.sizes.numbers, strict=True))
     assert (numbers["head_group"], numbers["multiprocessors"], numbers["seqlen_k"]) == (64, 132, 300)
-    assert second[8] == 2 * 8 * 2, "the counter goes on where the first launch left it: two tiles of 128 queries"
+    assert second[11] == 2 * 8 * 2, "the counter goes on where the first launch left it: two tiles of 128 queries"
     assert kernel.buffer.numel() * 8 == trace.buffer_bytes(roles=3)
 
 
@@ -652,10 +655,10 @@ def test_raw_files_of_other_sources_go(tmp_path):
     other = cases.parse("D64 S512")
     profile.remember(raw, [other, CASE], {**META, "date": "later"})
     kept = json.loads((raw / "profile.json").read_text())
-    assert [Case(**case) for case in kept["cases"]] == [CASE, other] and kept["meta"]["date"] == "later"
+    assert [Case.of(case) for case in kept["cases"]] == [CASE, other] and kept["meta"]["date"] == "later"
     profile.remember(raw, [other], {**META, "source": "new"})
     assert not (raw / "file").exists()
-    assert [Case(**case) for case in json.loads((raw / "profile.json").read_text())["cases"]] == [other]
+    assert [Case.of(case) for case in json.loads((raw / "profile.json").read_text())["cases"]] == [other]
 
 
 def test_a_missing_ncu_is_said_and_the_rest_runs(tmp_path, monkeypatch, capsys):

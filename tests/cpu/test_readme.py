@@ -39,7 +39,7 @@ def test_the_support_table_follows_supports(monkeypatch: pytest.MonkeyPatch) -> 
         refused = (problem.dtype, problem.mask) == ("float16", "causal") and problem.head_dim > 128
         return "no" if refused else supports(problem, arch)
 
-    row = "| Hopper (sm_90a) | bfloat16, float16 | dense, causal | 8 to 256 in steps of 8 |"
+    row = "| Hopper (sm_90a) | bfloat16, float16 | dense, causal, window | 8 to 256 in steps of 8 |"
     assert row in readme.support()
     monkeypatch.setattr(readme, "supports", narrower)
     assert row not in readme.support()

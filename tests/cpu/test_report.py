@@ -195,6 +195,8 @@ def test_peers_code_stands_beside_ours() -> None:
     ]
     (short,) = series.loops({"sm_90a-d64-dense-bf16-128x48": KERNEL})
     assert short.group == "D 64, dense, 128x48"
+    (ours,) = series.loops({"sm_90a-d192v128-window-bf16-lse": KERNEL})
+    assert (ours.group, ours.who) == ("D 192/128, window, LSE", OURS)
     peer = bars[1]
     assert (peer.registers, peer.spills, peer.stack_bytes, peer.masked) == ("168", 5, 8, None)
     assert peer.parts["spills"] == 0.25 and peer.parts["EX2"] == 34 / 32 and peer.total == pytest.approx(200 / 32)
@@ -514,7 +516,7 @@ def test_the_commands_repeat_each_file(small: series.Results) -> None:
     for line in (
         "python -m perf.bench dense --quick --out perf/results/small/dense.json",
         "python -m perf.bench launch --out perf/results/small/launch.json",
-        "python -m pytest tests/gpu --record perf/results/small/tests.json",
+        "python -m pytest tests/gpu tests/reports --record perf/results/small/tests.json",
         "python -m perf.sanitize --tool racecheck --out perf/results/small/sanitize.json",
     ):
         assert line in page.splitlines()

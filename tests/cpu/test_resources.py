@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from fmha import problem
 from fmha.jit import compile, report, sass
 from fmha.jit.report import Report
 from fmha.problem import Problem, Variant
 from perf import resources
+from schedules.domain import DOMAINS
 from schedules.tiling import BlockConfig, choose, rivals
 
 VARIANTS = resources.variants()
@@ -27,8 +30,18 @@ def committed() -> dict[str, Report]:
 
 @pytest.fixture(scope="module")
 def spilling_cubin() -> bytes:
-    problem = Problem("bfloat16", TOO_FEW_REGISTERS.head_dim, "dense")
-    return compile.cubin(compile.compile_object(problem, TOO_FEW_REGISTERS, resources.ARCH))
+    dense = Problem("bfloat16", TOO_FEW_REGISTERS.head_dim, "dense")
+    return compile.cubin(compile.compile_object(dense, TOO_FEW_REGISTERS, resources.ARCH))
+
+
+def test_names_tell_variants_apart() -> None:
+    every = problem.variants(resources.ARCH)
+    names = {report.name(variant, resources.ARCH): variant for variant in every}
+    assert len(names) == len(every)
+    assert names["sm_90a-d192v128-window-fp16"].config == choose(192, resources.ARCH, head_dim_v=128)
+    assert names["sm_90a-d192-causal-bf16"].config == choose(192, resources.ARCH)
+    (exact,) = rivals(192, resources.ARCH, True, 128)
+    assert names["sm_90a-d192v128-dense-bf16-lse"].config == exact.config
 
 
 def test_the_table_has_every_variant_and_no_other(committed: dict[str, Report]) -> None:
@@ -37,10 +50,10 @@ def test_the_table_has_every_variant_and_no_other(committed: dict[str, Report]) 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_compiles_to_what_the_table_allows(name: str, committed: dict[str, Report]) -> None:
-    problem, config = VARIANTS[name]
+    mask, config = VARIANTS[name].problem.mask, VARIANTS[name].config
     measured = resources.measure([name])[name]
     assert resources.objections(name, measured, committed.get(name), config) == []
-    # What the reader of the machine code should find in any forward kernel: two MMAs, of tile_n and head_dim columns,
+    # What the reader of the machine code should find in any forward kernel: two MMAs, of tile_n and value_dim columns,
     # 16 deep, an exponential and an FMA a score and half a conversion; and without ones, a maximum and an addition.
     scores = config.tile_n // 2
     assert measured.body_kinds["mma"] == config.head_dim // 16 + config.tile_n // 16
@@ -51,8 +64,62 @@ def test_a_variant_compiles_to_what_the_table_allows(name: str, committed: dict[
     else:
         assert scores <= measured.body_kinds["max"] <= scores + 8
         assert 2 * scores <= measured.body_kinds["fma"] <= 2 * scores + 4
-    assert len(measured.masked) == 1
+    assert len(measured.masked) == len(DOMAINS[mask].sections) - 1  # each section but the body
     assert all(masked > measured.body + scores for masked in measured.masked)  # a select a score, and its compare
+
+
+def ragged() -> dict[str, Variant]:
+    """Every block config once for sequences with lengths of their own, and every mask with one of them."""
+    found = problem.variants(resources.ARCH, ragged=(True,))
+    return {
+        report.name(variant, resources.ARCH): variant
+        for variant in found
+        if variant.problem.dtype == "bfloat16" and (variant.problem.mask == "causal" or variant.config.head_dim == 128)
+    }
+
+
+def scored() -> dict[str, Variant]:
+    """What is done to scores, with the masks that differ most and the block configs for long sequences."""
+    found = problem.variants(resources.ARCH, ("softcap", "alibi", "both"))
+    return {
+        report.name(variant, resources.ARCH): variant
+        for variant in found
+        if variant.problem.dtype == "bfloat16"
+        and variant.problem.mask == ("causal" if variant.config.tile_m == 128 else "window")
+    }
+
+
+@pytest.mark.parametrize(("name", "variant"), ragged().items(), ids=list(ragged()))
+def test_a_ragged_body_is_that_of_equal_lengths(name: str, variant: Variant, committed: dict[str, Report]) -> None:
+    """Lengths and their list cost the loop over KV tiles nothing."""
+    equal = variant._replace(problem=dataclasses.replace(variant.problem, ragged=False))
+    old = committed[report.name(equal, resources.ARCH)]
+    assert resources.objections(name, report.of_variant(variant, resources.ARCH), old, variant.config) == []
+
+
+@pytest.mark.parametrize("mask", DOMAINS)
+def test_a_body_is_that_of_the_dense_mask(mask: str, committed: dict[str, Report]) -> None:
+    for name, variant in VARIANTS.items():
+        dense = variant._replace(problem=dataclasses.replace(variant.problem, mask="dense"))
+        if variant.problem.mask == mask:
+            most = math.ceil(committed[report.name(dense, resources.ARCH)].body * resources.GROWTH)
+            assert committed[name].body <= most
+
+
+@pytest.mark.parametrize(("name", "variant"), scored().items(), ids=list(scored()))
+def test_what_is_done_to_scores_spills_nothing(name: str, variant: Variant, committed: dict[str, Report]) -> None:
+    """And masks nothing in the body: ALiBi picks the sign of its slope, once a tile."""
+    plain = variant._replace(problem=dataclasses.replace(variant.problem, score="plain"))
+    old, new = committed[report.name(plain, resources.ARCH)], report.of_variant(variant, resources.ARCH)
+    assert not new.spills and not new.stack_bytes
+    assert new.body_kinds.get("select", 0) <= ("softcap" != variant.problem.score)
+    assert new.setmaxnreg == old.setmaxnreg and new.body > old.body
+
+
+def test_the_whole_table_is_named() -> None:
+    every = problem.every_variant(resources.ARCH)
+    assert len({report.name(variant, resources.ARCH) for variant in every}) == len(every)
+    assert set(problem.variants(resources.ARCH)) < set(every)
 
 
 @pytest.mark.parametrize("lse", [False, True])

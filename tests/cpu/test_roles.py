@@ -18,9 +18,10 @@ import fmha.kernels
 from fmha.kernels.sm90 import barriers
 from fmha.kernels.sm90.forward import ForwardKernel
 from schedules import forward, rings, simulate
-from schedules.domain import Dense
+from schedules.domain import Bounds, Dense
 from schedules.forward import Attend, Load, Ring, Role, Slot, Turn
 from schedules.machine import Machine
+from schedules.scores import SCORES
 from schedules.tiling import WARPGROUP, BlockConfig
 from tests.cpu.simulation import Problem
 
@@ -80,7 +81,7 @@ def test_no_program_is_overridden_and_no_operation_is_left_open(cls):
 
 def test_an_overridden_program_is_found():
     class Between(simulate.NumpyAttend):
-        def step(self, section, work, tile, last, q_slot, before):
+        def step(self, section, work, visits, position, q_slot, before):
             return before
 
     class Below(Between):
@@ -130,14 +131,15 @@ FIRST = 100  # the first barrier
 
 def kernel_rings(config: BlockConfig) -> list[barriers.TmaRing]:
     """Q of each warpgroup, K, V, and once more Q, as the last warpgroup has it."""
-    kernel = ForwardKernel(cutlass.BFloat16, "dense", config)
+    kernel = ForwardKernel(cutlass.BFloat16, "dense", "plain", False, config)
     (*q, last), k, v = kernel._rings(FIRST, None, [None] * 4, index=config.consumers - 1, heads_per_kv_head=1)
     return [*q, k, v, last]
 
 
 def model_rings(config: BlockConfig) -> list[rings.NumpyRing]:
     tensors = simulate.Tensors(*Problem(20, 10).inputs(), scale=None)
-    cta = simulate.Cta(tensors, Dense(config.tile_m, config.tile_n), config, Machine("lazy"), iter(()))
+    domain, bounds = Dense(config.tile_m, config.tile_n), Bounds(20, 10)
+    cta = simulate.Cta(tensors, domain, bounds, SCORES["plain"], config, Machine("lazy"), iter(()))
     return [*cta.q, cta.k, cta.v, cta.q[-1]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -12,20 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import simulate
+from schedules.domain import Bounds, Causal, Dense, Section, Visits, Window
 from schedules.forward import Slot
 from schedules.machine import POLICIES, CountError, Deadlock, Hazard, OrderError, RangeError, TileError
 from schedules.rings import NumpyLendingRing, NumpyRing, NumpyTurn, NumpyWorkRing
 from schedules.simulate import NumpyAttend, NumpyLoad
 from schedules.tiling import BlockConfig, rivals
-from schedules.work import Work, work_of
+from schedules.work import RaggedWork, Work
 from tests.cpu.simulation import (
     ADVERSARIES,
+    NO_WINDOW,
     Problem,
+    WrongNumbers,
     attention,
     broken,
     broken_rings,
     miscounted,
     miscounted_loans,
+    packed,
+    padded,
     run,
     small,
 )
@@ -37,14 +43,22 @@ from tests.cpu.simulation import (
 DEPTHS = [(c, stages, 2) for c in (1, 2, 3) for stages in (1, 2, 3, 4)] + [(c, c, 1) for c in (1, 2, 3)]
 
 
+MASKS = {
+    "dense": (False, NO_WINDOW),
+    "causal": (True, NO_WINDOW),
+    "window": (False, (60, 7)),
+    "narrower than a tile": (True, (3, None)),
+}
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("consumers", "stages", "q_stages"), DEPTHS)
-@pytest.mark.parametrize("causal", (False, True))
-def test_numbers_under_every_schedule(policy, consumers, stages, q_stages, causal):
+@pytest.mark.parametrize("mask", MASKS)
+def test_numbers_under_every_schedule(policy, consumers, stages, q_stages, mask):
     for ones in (0, 8):
         config = small(consumers, stages, q_stages, ones=ones)
-        for seed, (seqlen_q, seqlen_k) in enumerate([(1, 1), (16 * consumers, 96), (33, 47), (70, 130)]):
-            run(Problem(seqlen_q, seqlen_k, causal, heads=2, config=config), seed, policy)
+        for seed, lengths in enumerate([(1, 1), (16 * consumers, 96), (33, 47), (70, 130), (50, 20)]):
+            run(Problem(*lengths, *MASKS[mask], heads=2, config=config), seed, policy)
 
 
 def of_any_depth(consumers: int, stages: int, q_stages: int, **rest) -> BlockConfig:
@@ -52,10 +66,14 @@ def of_any_depth(consumers: int, stages: int, q_stages: int, **rest) -> BlockCon
     return small(consumers, consumers if q_stages == 1 else stages, q_stages, **rest)
 
 
-@settings(max_examples=200)
+SIDES = st.none() | st.integers(-40, 110)
+
+
+@settings(max_examples=500)
 @given(
     lengths=st.tuples(st.integers(1, 100), st.integers(1, 100)),
     causal=st.booleans(),
+    window=st.just(NO_WINDOW) | st.tuples(SIDES, SIDES),
     batch=st.integers(1, 2),
     kv_heads=st.integers(1, 2),
     group=st.integers(1, 3),
@@ -64,27 +82,85 @@ def of_any_depth(consumers: int, stages: int, q_stages: int, **rest) -> BlockCon
         of_any_depth, consumers=st.integers(1, 3), stages=st.integers(1, 4), q_stages=st.integers(1, 3),
         tile_n=st.sampled_from([16, 32, 48]), ones=st.sampled_from([0, 8]),
     ),
+    softcap=st.none() | st.floats(0.5, 50.0),
+    sinks=st.booleans(),
+    alibi=st.booleans(),
     multiprocessors=st.integers(1, 5),
     policy=st.sampled_from(ADVERSARIES),
     seed=st.integers(0, 2**32),
 )  # fmt: skip
-def test_numbers_of_any_shape(lengths, causal, batch, kv_heads, group, head_dim, config, multiprocessors, policy, seed):
-    problem = Problem(*lengths, causal, batch, kv_heads * group, kv_heads, head_dim, config=config)
+def test_numbers_of_any_shape(
+    lengths,
+    causal,
+    window,
+    batch,
+    kv_heads,
+    group,
+    head_dim,
+    config,
+    softcap,
+    sinks,
+    alibi,
+    multiprocessors,
+    policy,
+    seed,
+):
+    heads = kv_heads * group
+    problem = Problem(
+        *lengths, causal, window, batch, heads, kv_heads, head_dim,
+        config=config, softcap=softcap, sinks=sinks, alibi=alibi,
+    )  # fmt: skip
     run(problem, seed, policy, multiprocessors=multiprocessors)
 
 
 @pytest.mark.parametrize("head_dim", (64, 80, 128, 192, 256))
-@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, NO_WINDOW), (True, NO_WINDOW), (False, (260, 20)), (True, (30, None))]
+)
 @pytest.mark.parametrize("lse", (False, True))
-def test_numbers_with_the_block_configs_of_the_kernels(head_dim, causal, lse):
+def test_numbers_with_the_block_configs_of_the_kernels(head_dim, causal, window, lse):
     config = rivals(head_dim, "sm_90a", lse)[0].config
-    run(Problem(200, 300, causal, heads=2, head_dim=head_dim, spread=2.0, config=config))
+    run(Problem(200, 500, causal, window, heads=2, head_dim=head_dim, spread=2.0, config=config))
 
 
-def test_rows_that_see_nothing_are_zero_with_an_lse_of_minus_infinity():
-    result = run(Problem(100, 30, causal=True, heads=2))
-    assert (result.o[:, :70] == 0).all() and (result.lse[:, :, :70] == -math.inf).all()
-    assert np.isfinite(result.lse[:, :, 70:]).all() and (result.o[:, 70:] != 0).all()
+@pytest.mark.parametrize("ones", (0, 8))
+@pytest.mark.parametrize(
+    ("causal", "window", "seeing"),
+    [
+        (True, NO_WINDOW, range(70, 100)),
+        (False, (-8, None), range(92)),  # they see keys 8 or more behind their own
+        (False, (None, -8), range(78, 100)),
+        (False, (-20, 25), range(45, 80)),
+        (False, (7, -8), range(0)),
+        (True, (-1, None), range(0)),
+        (False, (5, 0), range(70, 100)),
+    ],
+)
+def test_rows_that_see_nothing_are_zero_with_an_lse_of_minus_infinity(causal, window, seeing, ones):
+    result = run(Problem(100, 30, causal, window, heads=2, config=small(ones=ones)))
+    blind = np.setdiff1d(np.arange(100), seeing)
+    assert (result.o[:, blind] == 0).all() and (result.lse[:, :, blind] == -math.inf).all()
+    assert np.isfinite(result.lse[:, :, seeing]).all() and (result.o[:, seeing] != 0).all()
+
+
+@pytest.mark.parametrize(("window", "causal"), [((59, 0), True), ((None, 0), True), ((99, 59), False)])
+def test_a_window_that_cuts_nothing_off_is_none(window, causal):
+    """The programs are those of the other mask, to the last operation."""
+    windowed = run(Problem(60, 60, window=window), seed=3)
+    plain = run(Problem(60, 60, causal), seed=3)
+    np.testing.assert_array_equal(windowed.o, plain.o)
+    assert windowed.trace == plain.trace
+
+
+def test_a_window_visits_its_left_edge_last():
+    """The first tile is whole: what its weights say of those to come holds of them."""
+    trace = run(Problem(32, 112, window=(64, 0)), policy="steady").trace
+
+    def tiles(what: str) -> list[int | None]:
+        return [event.tile for event in trace if (event.lane, event.what) == ("attend0", what)]
+
+    assert tiles("exponents") == [3, 4, 5, 6, 1, 2]
+    assert tiles("mask") == [3, 5, 6, 1, 2]
 
 
 def test_scale_and_the_order_of_work_change_nothing_else():
@@ -96,18 +172,141 @@ def test_scale_and_the_order_of_work_change_nothing_else():
         assert result.trace != results[0].trace
 
 
-@given(st.tuples(*[st.integers(1, 5)] * 4), st.integers(1, 20), st.integers(0, 1000))
-def test_every_work_tile_is_dealt_to_one_cta_in_order_and_then_none(grid, multiprocessors, seed):
-    total = grid[0] * grid[1] * grid[2]
-    order = [work_of(index, *grid) for index in range(total)]
+@given(st.integers(0, 130), st.integers(1, 20), st.integers(0, 1000))
+def test_every_work_tile_is_dealt_to_one_cta_in_order_and_then_none(total, multiprocessors, seed):
     shares = []
-    for i, works in enumerate(simulate.share_out(grid, multiprocessors, seed)):
-        share = list(itertools.takewhile(lambda work: work.valid, works))
-        assert share[0] == order[i] and [*share] == sorted(share, key=order.index)
-        assert not any(next(works).valid for _ in range(3))
+    for i, indices in enumerate(simulate.share_out(total, multiprocessors, seed)):
+        share = list(itertools.takewhile(lambda index: index < total, indices))
+        assert share[0] == i and share == sorted(share)
+        assert all(next(indices) >= total for _ in range(3))
         shares.append(share)
     assert len(shares) == min(total, multiprocessors)
-    assert sorted(itertools.chain(*shares)) == sorted(order)
+    assert sorted(itertools.chain(*shares)) == [*range(total)]
+
+
+# -- ragged batches ----------------------------------------------------------------------------------------------------
+
+SIZES = [(33, 47), (0, 20), (5, 0), (1, 1), (16, 96), (0, 0), (20, 50)]
+USED = (30, 0, 2, 1, 0, 0, 20), (1, 20, 0, 0, 90, 0, 49)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("consumers", "stages", "q_stages"), DEPTHS)
+def test_numbers_of_ragged_batches_under_every_schedule(policy, consumers, stages, q_stages):
+    """The masks, the scores and what is ragged take turns."""
+    masks = itertools.cycle(MASKS.values())
+    for seed, ones in enumerate((0, 8)):
+        options = {"heads": 2, "config": small(consumers, stages, q_stages, ones=ones)}
+        causal, window = next(masks)
+        run(packed(SIZES, 3, 40, causal=causal, window=window, **options), seed, policy)
+        causal, window = next(masks)
+        run(packed(SIZES, used=USED, causal=causal, window=window, alibi=True, sinks=True, **options), seed, policy)
+        used = (40, 0, 17), (0, 70, 33)
+        run(padded(3, 40, 70, *used, causal=True, softcap=5.0, **options), seed, policy)
+
+
+LENGTHS = st.sampled_from([0, 0, 1, 15, 16, 17]) | st.integers(0, 60)
+
+
+@st.composite
+def ragged_problems(draw) -> Problem:
+    causal, window = draw(st.sampled_from([*MASKS.values(), (False, (None, -8)), (False, (7, -8))]))
+    kv_heads, depth = draw(st.integers(1, 2)), [draw(st.integers(1, most)) for most in (3, 4, 3)]
+    rest = {
+        "causal": causal,
+        "window": window,
+        "kv_heads": kv_heads,
+        "heads": kv_heads * draw(st.integers(1, 2)),
+        "softcap": draw(st.none() | st.floats(0.5, 50.0)),
+        "sinks": draw(st.booleans()),
+        "alibi": draw(st.booleans()),
+        "config": of_any_depth(*depth, ones=draw(st.sampled_from([0, 8]))),
+    }
+
+    def some_of(*counts: int) -> tuple[int, ...]:
+        return draw(st.tuples(*(st.just(count) | st.integers(0, count) for count in counts)))
+
+    which = draw(st.sampled_from(["q", "k", "qk"]))
+    if draw(st.booleans()):
+        batch, (rows, keys) = draw(st.integers(1, 4)), draw(st.tuples(*[st.integers(1, 60)] * 2))
+        used = (some_of(*[n] * batch) if name in which else None for n, name in ((rows, "q"), (keys, "k")))
+        return padded(batch, rows, keys, *used, **rest)
+    sizes = draw(st.lists(st.tuples(LENGTHS, LENGTHS), min_size=1, max_size=5))
+    before, behind = draw(st.tuples(*[st.sampled_from([0, 0, 1, 40])] * 2))
+    which = draw(st.just("") | st.just(which))
+    used = tuple(some_of(*(pair[i] for pair in sizes)) if name in which else None for i, name in enumerate("qk"))
+    return packed(sizes, before, behind, used=used, **rest)
+
+
+@settings(max_examples=400)
+@given(ragged_problems(), st.integers(1, 5), st.integers(1, 4), st.sampled_from(ADVERSARIES), st.integers(0, 2**32))
+def test_numbers_of_any_ragged_batch(problem, multiprocessors, head_group, policy, seed):
+    run(problem, seed, policy, multiprocessors=multiprocessors, head_group=head_group)
+
+
+@pytest.mark.parametrize("ones", (0, 8))
+def test_rows_of_no_sequence_are_zero_with_an_lse_of_minus_infinity(ones):
+    """And queries without a key have their sink."""
+    result = run(packed(SIZES, 3, 40, sinks=True, heads=2, config=small(ones=ones)))
+    nobodys = np.r_[0:3, 78:118]
+    assert (result.o[0, nobodys] == 0).all() and (result.lse[0][:, nobodys] == -math.inf).all()
+    blind = np.r_[36:41]
+    assert (result.o[0, blind] == 0).all() and np.isfinite(result.lse[0][:, blind]).all()
+    nobody = run(packed([], 3, 40, heads=2, config=small(ones=ones)))
+    assert (nobody.o == 0).all() and (nobody.lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("ones", (0, 8))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("of", ("packed", "padded"))
+def test_a_neighbour_full_of_nan_reaches_nobody(of, causal, ones):
+    options = {"causal": causal, "heads": 2, "config": small(ones=ones), "alibi": True}
+    problem = packed([(20, 30), (17, 21), (33, 47)], **options) if of == "packed" else (
+        padded(3, 40, 50, (20, 17, 33), (30, 21, 47), **options)
+    )  # fmt: skip
+    given = {**problem.options, "config": problem.config}
+    given |= {"cu_seqlens": problem.lengths.cu_seqlens, "seqused": problem.lengths.seqused}
+    q, k, v = problem.inputs()
+    clean = simulate.forward(q, k, v, **given)
+    entry, queries, keys = problem.lengths.parts(problem)[1]
+    q[entry, queries] = k[entry, keys] = v[entry, keys] = math.nan
+    with np.errstate(invalid="ignore"):
+        spoilt = simulate.forward(q, k, v, **given)
+    assert np.isnan(spoilt.o[entry, queries]).all()
+    others = np.ones(q.shape[:2], bool)
+    others[entry, queries] = False
+    np.testing.assert_array_equal(spoilt.o[others], clean.o[others])
+    np.testing.assert_array_equal(spoilt.lse.transpose(0, 2, 1)[others], clean.lse.transpose(0, 2, 1)[others])
+
+
+def test_equal_lengths_are_computed_as_a_batch_is():
+    """The programs are the same, to the last operation of each work tile."""
+    options = {"heads": 2, "causal": True}
+    batch, ragged = Problem(40, 50, batch=3, **options), packed([(40, 50)] * 3, **options)
+    q, k, v = batch.inputs()
+    given = {**batch.options, "config": batch.config, "policy": "steady", "multiprocessors": 1}
+    plain = simulate.forward(q, k, v, **given)
+    flat = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+    found = simulate.forward(*flat, cu_seqlens=ragged.lengths.cu_seqlens, **given)
+    np.testing.assert_array_equal(found.o.reshape(plain.o.shape), plain.o)
+    np.testing.assert_array_equal(found.lse.reshape(2, 3, 40), plain.lse.transpose(1, 0, 2))
+
+
+@pytest.mark.parametrize("cu", [(0, 40, 20, 50), (0, 20, 60, 80), (-5, 60, 20, 50)])
+def test_numbers_that_decrease_or_lie_outside_leave_no_tensor(cu):
+    """Rows are written twice, or what is right for other numbers."""
+    q, k, v = Problem(50, 50, heads=2).inputs()
+    try:
+        o, _, _ = simulate.forward(q, k, v, cu_seqlens=(cu, cu), config=small())
+    except CountError as error:
+        assert re.search(r"row \d+ was written [2-9] times", str(error)) and sorted(cu) != list(cu)
+    else:
+        inside = np.clip(cu, 0, 50)
+        expected, _ = packed([(b - a, b - a) for a, b in itertools.pairwise(inside)], heads=2).answer(q, k, v)
+        np.testing.assert_allclose(o, expected, rtol=1e-9, atol=1e-9)
+
+
+# -- what the programs do ----------------------------------------------------------------------------------------------
 
 
 def rescales(problem: Problem, policy: str, seed: int = 0) -> int:
@@ -164,11 +363,11 @@ def test_weights_out_of_range_are_noticed():
     class MasksLate(NumpyAttend):
         def start(self) -> None:
             super().start()
-            NumpyAttend.mask(self, self.s.work, self.s.tile)
+            NumpyAttend.mask(self, self.s.work, self.s.tile, self.domain.first_section)
 
-        def mask(self, work: Work, tile: int) -> None:
+        def mask(self, work: Work, tile: int, section: Section) -> None:
             if tile > 0:
-                super().mask(work, tile)
+                super().mask(work, tile, section)
 
     optimist = small(consumers=1, ones=8)
     with pytest.raises(RangeError, match=r"issue PV .*a weight is .*, more than 2\^2"):
@@ -284,8 +483,8 @@ class StagesBesideItsQueries(NumpyAttend):
 
 
 class NamesTheWrongTile(NumpyAttend):
-    def mask(self, work: Work, tile: int) -> None:
-        super().mask(work, max(0, tile - 1))
+    def mask(self, work: Work, tile: int, section: Section) -> None:
+        super().mask(work, max(0, tile - 1), section)
 
 
 class ExponentiatesTheWrongTile(NumpyAttend):
@@ -331,8 +530,8 @@ class ReleasesQueriesEarly(NumpyAttend):
 
 
 class LeavesQueriesEarly(NumpyAttend):
-    def leave_q(self, tile: int, last: int, q_slot: Slot) -> None:
-        super().leave_q(tile, last - 1, q_slot)
+    def leave_q(self, position: int, last: int, q_slot: Slot) -> None:
+        super().leave_q(position, last - 1, q_slot)
 
 
 class GivesBackEarly(NumpyAttend):
@@ -351,6 +550,11 @@ class SaysThatAnothersHasLeft(NumpyAttend):
         self.v.give_back(stored, 1 - self.index)
 
 
+class SaysThatNobodysHasLeft(NumpyAttend):
+    def free(self, stored: Slot) -> None:
+        self.v.give_back(stored, 2 + self.index)
+
+
 class ReleasesWhatItBorrowed(NumpyAttend):
     def free(self, stored: Slot) -> None:
         self.v.release(stored)
@@ -367,16 +571,95 @@ class AnnouncesTooMuch(NumpyLoad):
         self.v.commit(self.v.first())
 
 
-def visiting(change: int) -> type[simulate.Cta]:
-    """All roles agree on `change` more tiles than there are."""
+def visiting(change: Callable[[Visits], Visits]) -> type[simulate.Cta]:
+    """All roles agree on the wrong tiles."""
 
-    def visits(self, work: Work):
-        right = self.cta.visits(work)
-        return right._replace(total=right.total + change)
+    def visits(self, work: Work) -> Visits:
+        return change(self.cta.visits(work))
 
     return broken(
         LOAD=type("Load", (NumpyLoad,), {"visits": visits}), ATTEND=type("Attend", (NumpyAttend,), {"visits": visits})
     )
+
+
+def within(domain: type[Dense]) -> type[simulate.Cta]:
+    """A CTA to which `domain` is the mask's."""
+
+    def init(self, tensors: simulate.Tensors, right: Dense, *rest) -> None:
+        simulate.Cta.__init__(self, tensors, domain(right.tile_m, right.tile_n), *rest)
+
+    return broken(__init__=init)
+
+
+def dealt(change: Callable[[Iterator[RaggedWork]], Iterator[RaggedWork]]) -> type[simulate.Cta]:
+    """A CTA that gets other work tiles."""
+
+    def init(self, *rest) -> None:
+        simulate.Cta.__init__(self, *rest[:-1], change(rest[-1]))
+
+    return broken(__init__=init)
+
+
+def changed(change: Callable[[RaggedWork], RaggedWork]) -> type[simulate.Cta]:
+    return dealt(lambda works: (change(work) if work.valid else work for work in works))
+
+
+def loads_past_the_end(self: simulate.Cta, tensors: simulate.Tensors, *rest) -> None:
+    simulate.Cta.__init__(self, tensors, *rest)
+    tensors.keys_of = lambda work: slice(work.start_k, None)
+
+
+def bounds_of_the_tensors(self: simulate.Cta, work: RaggedWork) -> Bounds:
+    return self.whole
+
+
+def bounds_of_all_rows(self: simulate.Cta, work: RaggedWork) -> Bounds:
+    return simulate.Cta.bounds(self, work)._replace(seqlen_q=work.rows)
+
+
+class MasksNoLeftEdge(NumpyAttend):
+    def mask(self, work: Work, tile: int, section: Section) -> None:
+        super().mask(work, tile, Section.RIGHT)
+
+
+class MasksTheLeftEdgeAlone(NumpyAttend):
+    def mask(self, work: Work, tile: int, section: Section) -> None:
+        whole = self.s.data.copy()
+        super().mask(work, tile, section)
+        if section is Section.LEFT:
+            keys = tile * self.config.tile_n + np.arange(self.config.tile_n)
+            self.s.data[:] = np.where(keys < self.limits(work)[1], self.s.data, whole)
+
+
+class SeesOneKeyMore(NumpyAttend):
+    def limits(self, work: Work) -> tuple[np.ndarray, np.ndarray]:
+        lo, hi = super().limits(work)
+        return lo - 1, hi
+
+
+class StopsBeforeTheLeftEdge(NumpyAttend):
+    def __init__(self, cta: simulate.Cta, index: int) -> None:
+        super().__init__(cta, index)
+        self.domain = Causal(self.config.tile_m, self.config.tile_n)
+
+
+class LoadsInOrder(NumpyLoad):
+    def tile(self, visits: Visits, position: int) -> int:
+        return visits.first + position
+
+
+class InOrder(Window):
+    def tile(self, visits: Visits, position: int) -> int:
+        return visits.first + position
+
+
+class FromTheFirstKey(Window):
+    def tile(self, visits: Visits, position: int) -> int:
+        return super().tile(visits, position) - visits.first
+
+
+class StartsAtTheRight(Window):
+    first_section = Section.RIGHT
 
 
 def twice(operation: str, ring: type[NumpyRing] = NumpyRing) -> type[simulate.Cta]:
@@ -403,6 +686,10 @@ def reclaim_by_the_other_parity(self: NumpyLendingRing, index: int, parity: int)
 
 def reclaim_from_the_first(self: NumpyLendingRing, index: int, parity: int) -> None:
     NumpyLendingRing.reclaim(self, 0, parity)
+
+
+def reclaim_from_nobody(self: NumpyLendingRing, index: int, parity: int) -> None:
+    NumpyLendingRing.reclaim(self, index - 1, parity)
 
 
 def load_of_another(self: NumpyRing, slot: Slot, work: Work, tile: int) -> None:
@@ -507,8 +794,16 @@ BROKEN = {
         TileError,
         r"issue QK K\[0\], tile 0, .*Q is of Work\(q_tile=0, head=(\d).*K of Work\(q_tile=0, head=(?!\1)",
     ),
-    "a tile too few": (visiting(-1), TileError, r"normalise, .*QK visited the tiles \[0, 1, 2, 3, 4\], not each of 0"),
-    "a tile too many": (visiting(1), TileError, r"load: issue load K\[0\], tile 6, .*K has tiles 0 to 5"),
+    "a tile too few": (
+        visiting(lambda right: right._replace(total=right.total - 1)),
+        TileError,
+        r"normalise, .*QK visited the tiles \[0, 1, 2, 3, 4\], not each of 0",
+    ),
+    "a tile too many": (
+        visiting(lambda right: right._replace(total=right.total + 1)),
+        TileError,
+        r"load: issue load K\[0\], tile 6, .*K has tiles 0 to 5",
+    ),
     "S of another tile": (broken(ATTEND=NamesTheWrongTile), TileError, r"mask, tile 4, .*S is of tile 5"),
     "weights of another tile": (
         broken(ATTEND=ExponentiatesTheWrongTile),
@@ -606,7 +901,17 @@ BROKEN_LOANS = {  # with one Q slot
     "a slot given back in another's name": (
         broken(ATTEND=SaysThatAnothersHasLeft),
         Hazard,
-        r"(load: issue load|attend\d: borrow) V\[(\d)\], .*refills V\[\2\], not released by attend\d",
+        r"attend(\d): give_back V\[\d\], .*says that the O of attend(?!\1)\d has left",
+    ),
+    "a slot given back in the name of nobody": (
+        broken(ATTEND=SaysThatNobodysHasLeft),
+        Hazard,
+        r"attend\d: use V, O of consumer [23], .*V has consumers 0 to 1",
+    ),
+    "a slot reclaimed from nobody": (
+        broken_rings(reclaim=reclaim_from_nobody),
+        Hazard,
+        r"load: use V, O of consumer -1, .*V has consumers 0 to 1",
     ),
     "a slot released that was borrowed": (
         broken(ATTEND=ReleasesWhatItBorrowed),
@@ -636,11 +941,108 @@ BROKEN_LOANS = {  # with one Q slot
 }
 
 
+BROKEN_WINDOWS = {
+    "the left edge not masked": (broken(ATTEND=MasksNoLeftEdge), WrongNumbers, "^o of "),
+    "a key too many at the left edge": (broken(ATTEND=SeesOneKeyMore), WrongNumbers, "^o of "),
+    "tiles in the sections of others": (within(InOrder), WrongNumbers, "^o of "),
+    "tiles at the left edge left out": (
+        visiting(lambda right: right._replace(total=right.total - right.left, left=0, first=right.first + right.left)),
+        TileError,
+        r"normalise, .*QK visited the tiles \[4, 5, 6, 7\], not each of 1 to 7 once",
+    ),
+    "tiles at the left edge left out by the consumers": (
+        broken(ATTEND=StopsBeforeTheLeftEdge),
+        TileError,
+        r"attend\d: mask, tile 0, .*S is of tile 4 of Work\(q_tile=1",
+    ),
+    "tiles loaded in another order": (
+        broken(LOAD=LoadsInOrder),
+        TileError,
+        r"attend\d: mask, tile 4, .*S is of tile 1 of Work\(q_tile=1",
+    ),
+    "tiles counted from the first key": (
+        within(FromTheFirstKey),
+        TileError,
+        r"normalise, .*QK visited the tiles \[3, 4, 5, 6, 0, 1, 2\], not each of 1 to 7 once",
+    ),
+    "tiles counted from another one": (
+        visiting(lambda right: right._replace(first=right.first + 1)),
+        TileError,
+        r"load: issue load K\[\d\], tile 8, .*K has tiles 0 to 7",
+    ),
+}
+
+BROKEN_NARROW_WINDOWS = {  # both edges cross a tile
+    "the right edge not masked": (broken(ATTEND=MasksTheLeftEdgeAlone), WrongNumbers, "^o of "),
+    "the left edge not masked in the first tile": (within(StartsAtTheRight), WrongNumbers, "^o of "),
+    "the left edge not masked in tiles of the right one": (
+        visiting(lambda right: right._replace(right=right.right + right.left, left=0)),
+        WrongNumbers,
+        "^o of ",
+    ),
+}
+
+BROKEN_RAGGED = {  # with NaN around each sequence's part that is used
+    "everybody's lengths are the tensors'": (broken(bounds=bounds_of_the_tensors), (TileError, WrongNumbers), ""),
+    "rows that are no queries attended for": (broken(bounds=bounds_of_all_rows), WrongNumbers, "^(o|lse) of "),
+    "values of a neighbour loaded": (broken(__init__=loads_past_the_end), WrongNumbers, "^o of "),
+    "a key of the neighbour attended to": (
+        changed(lambda work: work._replace(seqlen_k=work.seqlen_k + 1)),
+        WrongNumbers,
+        "^(o|lse) of ",
+    ),
+    "the last key left out": (
+        changed(lambda work: work._replace(seqlen_k=max(0, work.seqlen_k - 1))),
+        WrongNumbers,
+        "^(o|lse) of ",
+    ),
+    "the keys of another": (
+        changed(lambda work: work._replace(start_k={3: 33}.get(work.start_k, work.start_k))),
+        WrongNumbers,
+        "^(o|lse) of ",
+    ),
+    "the queries of another": (
+        changed(lambda work: work._replace(start_q={3: 23, 23: 3}.get(work.start_q, work.start_q))),
+        WrongNumbers,
+        "^(o|lse) of ",
+    ),
+    "the slopes of another": (
+        changed(lambda work: work._replace(batch=2 - work.batch)),
+        WrongNumbers,
+        "^(o|lse) of ",
+    ),
+    "a row of the neighbour written": (
+        changed(lambda work: work._replace(rows=work.rows + (work.batch == 0 and work.seqlen_q > 0))),
+        CountError,
+        r"o, batch 0, head 0, row 23 was written 2 times",
+    ),
+    "rows of nobody forgotten": (
+        dealt(lambda works: (work for work in works if work.seqlen_q or not work.valid)),
+        CountError,
+        r"o, batch 0, head 0, row 0 was written 0 times",
+    ),
+}
+RAGGED = packed(
+    [(20, 30), (20, 31), (33, 47)], 3, 5, used=((20, 17, 30), (30, 28, 40)), causal=True, heads=2, alibi=True
+)  # fmt: skip
+
+MISTAKES = {
+    name: (*mistake, problem)
+    for mistakes, problem in (
+        (BROKEN, Problem(30, 83, heads=3)),
+        (BROKEN_LOANS, Problem(30, 83, heads=3, config=small(q_stages=1))),
+        (BROKEN_WINDOWS, Problem(60, 120, window=(70, 10), heads=2)),
+        (BROKEN_NARROW_WINDOWS, Problem(60, 120, window=(3, 2), heads=2)),
+        (BROKEN_RAGGED, RAGGED),
+    )
+    for name, mistake in mistakes.items()
+}
+
+
 @pytest.mark.parametrize("policy", ADVERSARIES)
-@pytest.mark.parametrize("mistake", [*BROKEN, *BROKEN_LOANS])
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_named_whatever_the_schedule(mistake, policy):
-    cta, kind, message = (BROKEN | BROKEN_LOANS)[mistake]
-    problem = Problem(30, 83, heads=3, config=small(q_stages=1 if mistake in BROKEN_LOANS else 2))
+    cta, kind, message, problem = MISTAKES[mistake]
     errors = []
     for seed in range(10):
         try:
@@ -724,3 +1126,7 @@ def test_the_oracle_by_hand():
     assert o.item() == pytest.approx(7.0) and lse.item() == pytest.approx(math.log(4))
     o, lse = attention(np.ones((1, 3, 1, 1)), k, v, causal=True, scale=1.0)
     assert o.ravel() == pytest.approx([0.0, 4.0, 7.0]) and lse.ravel() == pytest.approx([-math.inf, 0.0, math.log(4)])
+    o, lse = attention(np.ones((1, 3, 1, 1)), k, v, causal=False, scale=1.0, window=(0, 0))
+    assert o.ravel() == pytest.approx([0.0, 4.0, 8.0]) and lse.ravel() == pytest.approx([-math.inf, 0.0, math.log(3)])
+    o, lse = attention(np.ones((1, 2, 1, 1)), k, v, causal=False, scale=1.0, window=(-1, None))
+    assert o.ravel() == pytest.approx([8.0, 0.0]) and lse.ravel() == pytest.approx([math.log(3), -math.inf])

@@ -33,20 +33,66 @@ def test_the_table_is_sorted_and_reaches_256(arch):
 @pytest.mark.parametrize("arch", TABLES)
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_choose_takes_the_narrowest_that_is_wide_enough(arch, head_dim):
-    wide_enough = [row.config for row in TABLES[arch] if row.config.head_dim >= head_dim]
+    wide_enough = [row.config for row in TABLES[arch] if row.config.value_dim >= head_dim]
     narrowest = min(wide_enough, key=lambda config: config.head_dim)
     assert choose(head_dim, arch) == narrowest
     assert [row.config for row in rows(head_dim, arch)] == [c for c in wide_enough if c.head_dim == narrowest.head_dim]
 
 
+@pytest.mark.parametrize("arch", TABLES)
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_choose_takes_the_narrowest_that_both_head_dims_fit_in(arch, head_dim):
+    for head_dim_v in range(8, 257, 8):
+        chosen = choose(head_dim, arch, head_dim_v=head_dim_v)
+        assert chosen.head_dim >= head_dim and chosen.value_dim >= head_dim_v
+        for other in (row.config for row in TABLES[arch]):
+            if other.head_dim >= head_dim and other.value_dim >= head_dim_v:
+                assert other.head_dim + other.value_dim >= chosen.head_dim + chosen.value_dim
+        alike = [row.config for row in rows(head_dim, arch, head_dim_v)]
+        assert {(config.head_dim, config.value_dim) for config in alike} == {(chosen.head_dim, chosen.value_dim)}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dims"),
+    [
+        (192, 128, "d192v128"),
+        (136, 8, "d192v128"),
+        (192, 192, "d192"),
+        (192, 136, "d192"),
+        (128, 192, "d192"),
+        (128, 64, "d128"),
+        (64, 72, "d96"),
+        (200, 128, "d256"),
+    ],
+)
+def test_v_of_a_head_dim_of_its_own(head_dim, head_dim_v, dims):
+    assert choose(head_dim, "sm_90a", head_dim_v=head_dim_v).dims == dims
+
+
+def test_rows_of_192_and_128_store_o_through_v_and_are_taken_by_lse():
+    ones, exact = rows(192, "sm_90a", 128)
+    extent = Extent("causal", 4096, 4096, 128, 132)
+    assert choose(192, "sm_90a", extent, 128) == ones.config and ones.config.ones == ONES
+    assert choose(192, "sm_90a", replace(extent, lse=True), 128) == exact.config and exact.config.ones == 0
+    for row in (ones, exact):
+        assert row.config.lends and row.config.check(CHIP) is None
+        wider = replace(row.config, tile_n=row.config.tile_n + 16)
+        assert wider.check(CHIP) is not None, "the widest tile_n that fits"
+        assert row.config.smem_bytes() < replace(row.config, head_dim_v=0).smem_bytes()
+    assert {row.config.value_dim for row in rows(192, "sm_90a")} == {192}
+
+
 def test_choose_refuses_a_head_dim_past_the_table():
-    with pytest.raises(LookupError, match="no block config of sm_90a holds head dim 264"):
+    with pytest.raises(LookupError, match="no block config of sm_90a holds head dims 264 and 264"):
         choose(264, "sm_90a")
+    with pytest.raises(LookupError, match="no block config of sm_90a holds head dims 64 and 264"):
+        choose(64, "sm_90a", head_dim_v=264)
 
 
 def suite(head_dim: int, mask: str, seqlen: int) -> Extent:
-    """B x S = 16k and H x D = 2048, on an H200."""
-    return Extent(mask, seqlen, seqlen, max(1, 16384 // seqlen) * 2048 // head_dim, 132)
+    """B x S = 16k and H x D = 2048, on an H200. A window has 4096 keys and the query's own."""
+    left = 4096 if mask == "window" else 0
+    return Extent(mask, seqlen, seqlen, max(1, 16384 // seqlen) * 2048 // head_dim, 132, left=left)
 
 
 def tile(head_dim: int, extent: Extent) -> tuple[int, int]:
@@ -56,26 +102,26 @@ def tile(head_dim: int, extent: Extent) -> tuple[int, int]:
 
 @pytest.mark.parametrize("arch", TABLES)
 def test_rivals_have_costs_and_all_of_them_win_somewhere(arch):
-    for head_dim in sorted({row.config.head_dim for row in TABLES[arch]}):
+    for head_dim, head_dim_v in sorted({(row.config.head_dim, row.config.value_dim) for row in TABLES[arch]}):
         for lse in (False, True):
-            found = rivals(head_dim, arch, lse)
+            found = rivals(head_dim, arch, lse, head_dim_v)
             assert all((row.cost is not None) == (len(found) > 1) for row in found)
             lengths = [2**i + more for i in range(18) for more in (0, 1)]
             extents = [replace(suite(head_dim, mask, s), lse=lse) for mask in DOMAINS for s in lengths]
-            assert {choose(head_dim, arch, extent) for extent in extents} == {row.config for row in found}
+            assert {choose(head_dim, arch, extent, head_dim_v) for extent in extents} == {row.config for row in found}
             for mask in DOMAINS:
                 long = replace(suite(head_dim, mask, 147_456), lse=lse)
-                assert choose(head_dim, arch, long) == found[0].config, "the one for long ones"
+                assert choose(head_dim, arch, long, head_dim_v) == found[0].config, "the one for long ones"
 
 
 @pytest.mark.parametrize("arch", TABLES)
 def test_calls_that_want_lses_get_sums_in_float32_and_others_get_ones_where_they_fit(arch):
-    for head_dim in sorted({row.config.head_dim for row in TABLES[arch]}):
-        exact, others = rivals(head_dim, arch, lse=True), rivals(head_dim, arch, lse=False)
+    for head_dim, head_dim_v in sorted({(row.config.head_dim, row.config.value_dim) for row in TABLES[arch]}):
+        exact, others = (rivals(head_dim, arch, lse, head_dim_v) for lse in (True, False))
         assert all(row.config.ones == 0 and row.config.serves(lse=True) for row in exact)
-        assert all(bool(row.config.ones) == (head_dim + ONES <= 256) for row in others)
+        assert all(bool(row.config.ones) == (head_dim_v + ONES <= 256) for row in others)
         assert all(row.config.serves(lse=False) for row in (*exact, *others))
-        assert {*exact, *others} == set(rows(head_dim, arch))
+        assert {*exact, *others} == set(rows(head_dim, arch, head_dim_v))
 
 
 @pytest.mark.parametrize(
@@ -118,8 +164,20 @@ def test_few_heads_get_the_tile_that_ends_first():
 def test_sizes_that_are_none_are_refused_by_name(name):
     with pytest.raises(ValueError, match=f"{name} is 0; a positive number"):
         replace(suite(64, "dense", 1024), **{name: 0})
-    with pytest.raises(ValueError, match="mask is 'window'; one of 'dense', 'causal'"):
-        suite(64, "window", 1024)
+    with pytest.raises(ValueError, match="mask is 'banded'; one of 'dense', 'causal', 'window'"):
+        suite(64, "banded", 1024)
+
+
+def test_a_window_costs_what_it_visits():
+    """As much as without its left side if that cuts nothing off; 129 of 4096 keys leave 2 tiles of 128, of 1 to 32."""
+    (row, *_) = rivals(128, "sm_90a", lse=False)
+    causal, window = suite(128, "causal", 4096), suite(128, "window", 4096)
+    assert row.config.tile_m == row.config.tile_n == 128 and row.cost
+    assert predicted_us(row, window) == predicted_us(row, causal)
+    assert predicted_us(row, replace(window, left=128)) < (row.cost.start + 2 * row.cost.tile) * 32 * 64 / 132
+    assert predicted_us(row, replace(window, left=128)) < predicted_us(row, causal) / 4
+    dense = suite(128, "dense", 4096)
+    assert predicted_us(row, replace(dense, mask="window", left=4096, right=4095)) == predicted_us(row, dense)
 
 
 def test_a_row_without_costs_predicts_nothing():
@@ -146,6 +204,11 @@ def test_a_row_without_costs_predicts_nothing():
         ({"tile_n": 272}, "tile_n 272 is not .* to 256"),
         ({"head_dim": 72}, "head_dim 72 is not a multiple of 16"),
         ({"head_dim": 272}, "head_dim 272 is not .* to 256"),
+        ({"head_dim_v": 72}, "head_dim_v 72 is not a multiple of 16 up to 256"),
+        ({"head_dim_v": -16}, "head_dim_v -16 is not"),
+        ({"head_dim_v": 272}, "head_dim_v 272 is not"),
+        ({"head_dim_v": 144}, r"head_dim_v 144: O is wider than Q, and has no place over it \(q_stages 1\)"),
+        ({"head_dim": 64, "head_dim_v": 256, "tile_n": 64, "q_stages": 1, "ones": 8}, "head_dim 256 and 8 columns"),
         ({"consumers": 0}, "0 consumer warpgroups"),
         ({"consumers": 4}, "4 consumer warpgroups"),
         ({"stages": 4}, r"328704 bytes of shared memory, sm_90a has 232448"),

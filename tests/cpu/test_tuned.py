@@ -109,6 +109,13 @@ def test_only_calls_of_exactly_these_sizes_get_it(path, change):
     assert picked().config == OTHER
 
 
+def test_windows_get_none(path):
+    """An entry would have to name their sides."""
+    extent = replace(EXTENT, mask="window", left=128)
+    tuned.write(Entry(replace(CALL, mask="window"), OTHER))
+    assert picked(replace(PROBLEM, mask="window"), extent).config == choose(64, ARCH, extent) != OTHER
+
+
 def test_a_later_entry_replaces_an_earlier_one_and_no_other(path):
     elsewhere = Entry(replace(CALL, heads=1), replace(TABLE, tile_n=80))
     third = Entry(CALL, replace(TABLE, tile_n=112))
@@ -182,7 +189,7 @@ ITEMS = {
     "no length": ({**GOOD, "seqlen_k": 0}, "seqlen_k = 0; 1 or more is needed"),
     "other chip": ({**GOOD, "arch": "sm_100a"}, "architecture sm_100a: sm_90a"),
     "dtype": ({**GOOD, "dtype": "float32"}, "dtype float32: bfloat16 or float16 only"),
-    "mask": ({**GOOD, "mask": "window"}, "mask 'window'"),
+    "mask": ({**GOOD, "mask": "banded"}, "mask 'banded'"),
     "head dim": ({**GOOD, "head_dim": 60}, "head_dim 60: multiples of 8"),
     "config: unknown field": ({**GOOD, "config": {**CONFIG, "clusters": 2}}, "its config has unknown fields: clusters"),
     "config: missing field": (
@@ -202,6 +209,10 @@ ITEMS = {
     "config: head dim": (
         {**GOOD, "head_dim": 128},
         "its config holds head dims up to 64, not 128",
+    ),
+    "config: head dim of V": (
+        {**GOOD, "config": {**CONFIG, "head_dim_v": 48}},
+        "its config holds head dims up to 48, not 64",
     ),
 }
 

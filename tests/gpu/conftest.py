@@ -25,14 +25,6 @@ ROOT = HERE.parent.parent
 HANG_AFTER = 75  # seconds a test may take: a kernel that never ends must not hold the GPU for ever
 MANY = 30  # so many tests use enough kernels to compile them side by side first
 
-WARM_UP = """
-import sys, fmha
-from fmha.jit.launch import current_architecture
-from fmha.problem import variants
-part, parts = map(int, sys.argv[1:])
-fmha.warmup(sorted({variant.problem for variant in variants(current_architecture())}, key=str)[part::parts])
-"""
-
 
 @dataclass
 class Record:
@@ -106,14 +98,14 @@ class Recorder:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
-    """All kernels in the disk cache, compiled by several processes: one after another they take a minute."""
+    """All kernels in the disk cache, compiled by several processes: one after another they take ten minutes."""
     if sum(item.path.is_relative_to(HERE) for item in request.session.items) < MANY:
         return
-    parts = max(1, min(10, (os.cpu_count() or 1) // 2))
+    parts = max(1, min(16, os.cpu_count() or 1))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WARM_UP, str(part), str(parts)],
+            [sys.executable, "-m", "tests.kernels", str(part), str(parts)],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ import torch
 import fmha
 from fmha import reference
 from fmha.jit.launch import describe_device
-from schedules.domain import DOMAINS
+from schedules.domain import DOMAINS, Bounds
 from schedules.tiling import Extent, choose
 from tests.cases import DTYPES, Case, inputs
 from tests.checks import LSE_TOLERANCE, check
@@ -30,10 +30,10 @@ def unspecified(case: Case, key: int, lse: bool) -> torch.Tensor:
     extent = Extent(mask, case.seqlen_q, case.seqlen_k, heads, device.multiprocessors, lse)
     config = choose(case.head_dim, device.arch, extent)
     domain = DOMAINS[mask](config.tile_m, config.tile_n)
-    rows = []
+    bounds, rows = Bounds(case.seqlen_q, case.seqlen_k), []
     for row in range(case.seqlen_q):
-        visits = domain.visits(row // config.tile_m, case.seqlen_q, case.seqlen_k)
-        sees = key < min(case.seqlen_k, domain.hi(row, case.seqlen_q, case.seqlen_k))
+        visits = domain.visits(row // config.tile_m, bounds)
+        sees = key < min(case.seqlen_k, domain.hi(row, bounds))
         rows.append(not sees and key // config.tile_n < visits.total)
     return torch.tensor(rows, device="cuda")
 

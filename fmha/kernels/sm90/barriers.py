@@ -7,10 +7,11 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
 
 from schedules.forward import LendingRing, Ring, Slot, Turn, WorkRing
 from schedules.tiling import WARPGROUP
-from schedules.work import Work
+from schedules.work import RaggedWork, Work
 
 
 class Copy(NamedTuple):
@@ -19,6 +20,47 @@ class Copy(NamedTuple):
     atom: cute.CopyAtom
     shared: cute.Tensor  # (TMA, slot)
     tiles: cute.Tensor  # (TMA, tile, head, batch)
+
+    def at(self, work: Work, tile: Int32, head: Int32) -> cute.Tensor:
+        return self.tiles[None, tile, head, work.batch]
+
+
+class RaggedCopy:
+    """The same where the tiles of a work tile begin at the first row of its sequence, and end with the last: TMA fills
+    up with zeros what lies behind, and clips it when O is stored.
+
+    `tensor` is (row, D, end, wrap, head). Row `r` of a sequence of `n` is (`ROWS` - n + r, end of the sequence in
+    units, `ROWS`): it ends where the mode does, whatever its length. The step of `wrap` is 2^64 / `ROWS` bytes (or a
+    multiple) less a row, so that the rows too many are taken back when addresses wrap. (Triton's ragged descriptors
+    do so, too. To begin with a base so many rows before the tensor's is no way: it must be mapped.)
+    """
+
+    ROWS = 1 << 30
+    WRAP = 1 << 34  # elements of two bytes
+
+    def __init__(self, atom: cute.CopyAtom, slots: cute.Tensor, tensor: cute.Tensor, cut, extent, units) -> None:
+        """`cut` is the tile and where it lies in the first two modes; `extent` gives the n of a work tile and the row
+        that its sequence ends before; `units` are those of a row and of an entry."""
+        self.atom = atom
+        self.slots = slots
+        self.tensor = tensor
+        self.tile, self.by = cut
+        self.extent = extent
+        self.units = units
+        self.shared, _ = self.partition(tensor)
+
+    def partition(self, tensor: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+        tiles = cute.group_modes(cute.local_tile(tensor, self.tile, (*self.by, None)), 0, 2)
+        one = cute.make_layout(1)  # CTA: no multicast
+        return cpasync.tma_partition(self.atom, 0, one, cute.group_modes(self.slots, 0, 2), tiles)
+
+    def at(self, work: RaggedWork, tile: Int32, head: Int32) -> cute.Tensor:
+        count, end = self.extent(work)
+        of_row, of_entry = self.units
+        before = self.ROWS - count
+        first_two = (before, 0) if self.by[0] is None else (0, before)
+        here = cute.domain_offset((*first_two, end * of_row + work.entry * of_entry, self.ROWS, 0), self.tensor)
+        return self.partition(here)[1][None, tile, 0, 0, head]
 
 
 class TmaRing(Ring):
@@ -75,7 +117,7 @@ class TileRing(TmaRing):
     def load(self, slot: Slot, work: Work, tile: int) -> None:
         cute.copy(
             self.copy.atom,
-            self.copy.tiles[None, tile, work.head // self.heads_per_kv_head, work.batch],
+            self.copy.at(work, tile, work.head // self.heads_per_kv_head),
             self.copy.shared[None, slot.stage],
             tma_bar_ptr=self.full + slot.stage,
         )
@@ -106,7 +148,7 @@ class ValueRing(TileRing, LendingRing):
 
 
 class QueryRing(TmaRing, WorkRing):
-    """The Q of one warpgroup: a slot holds 64 rows, and a work tile in four integers beside it.
+    """The Q of one warpgroup: a slot holds 64 rows, and a work tile in a few integers beside it.
 
     Every lane reads those by an ordinary load, so every lane arrives when it releases them: an arrival orders only the
     reads of the thread that arrives.
@@ -114,17 +156,18 @@ class QueryRing(TmaRing, WorkRing):
 
     RELEASING_LANES = 32
 
-    def __init__(self, barriers, stages, stage_bytes, copy: Copy, posted: cute.Tensor, index, warpgroups: int) -> None:
+    def __init__(self, barriers, stages, stage_bytes, copy, posted: cute.Tensor, kind, index, warpgroups: int) -> None:
         super().__init__(barriers + index * 2 * stages, stages, stage_bytes, WARPGROUP // 32)
         self.copy = copy  # the slots of each warpgroup, one warpgroup after the other
         self.posted = posted  # (field, slot) in shared memory
+        self.kind = kind  # of work tile: Work or RaggedWork
         self.index = index
         self.warpgroups = warpgroups
 
     def load(self, slot: Slot, work: Work, tile: int) -> None:
         cute.copy(
             self.copy.atom,
-            self.copy.tiles[None, tile * self.warpgroups + self.index, work.head, work.batch],
+            self.copy.at(work, tile * self.warpgroups + self.index, work.head),
             self.copy.shared[None, self.place(slot)],
             tma_bar_ptr=self.full + slot.stage,
         )
@@ -143,7 +186,8 @@ class QueryRing(TmaRing, WorkRing):
         cute.arch.mbarrier_arrive(self.empty + slot.stage)
 
     def work(self, slot: Slot) -> Work:
-        return Work(*(cute.arch.make_warp_uniform(self.posted[i, self.place(slot)]) for i in range(len(Work._fields))))
+        fields = (self.posted[i, self.place(slot)] for i in range(len(self.kind._fields)))
+        return self.kind(*map(cute.arch.make_warp_uniform, fields))
 
 
 class PingPong(Turn):

@@ -5,7 +5,15 @@
     k, v    [B, Sk, Hkv, D]  likewise
     lse                      the address of a contiguous [B, Hq, Sq] of float32, natural logarithm; 0 for none. Kernels
                              with columns of ones write none: their row sums are of rounded weights
-    counter                  the address of an int32 that is `base` when the kernel starts and grows by the work tiles
+    sinks                    the address of a contiguous [Hq] of float32: logits beside each row's scores; 0 for none
+    slopes                   the address of a contiguous [B, Hq] of float32, or of [Hq] where "slopes batch" is 0, for
+                             kernels with ALiBi
+    scale_log2               what makes a score of q k^T, or of the cap's tanh, one of base 2
+    cap_factor               what q k^T is multiplied by before that tanh, for kernels with a softcap
+    counter                  the address of an int32 that is `base` when the kernel starts and grows by the work tiles;
+                             in a ragged batch, of room for the list of its sequences
+    lengths                  in a ragged batch, the addresses of cu_seqlens_q and _k and of seqused_q and _k, contiguous
+                             int32, or 0
 
 The CTAs, one a multiprocessor, compute work tiles of `tile_m` queries of one head until a counter says that there are
 no more. Batch, lengths, head counts, strides, scale and the width of the last tile are run-time values; a head dim
@@ -15,60 +23,93 @@ below that of the tile is filled up with zeros by TMA and clipped when O is stor
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fmha.jit.arguments import SHAPES, SIZES, STRIDE_ELEMENTS
+from fmha.jit.arguments import NUMBERS, SHAPES, SIZES, STRIDE_ELEMENTS
 from fmha.kernels.sm90 import softmax, wgmma
-from fmha.kernels.sm90.barriers import Copy, PingPong, QueryRing, TileRing, ValueRing
-from schedules.domain import DOMAINS, Visits
+from fmha.kernels.sm90.barriers import Copy, PingPong, QueryRing, RaggedCopy, TileRing, ValueRing
+from fmha.kernels.sm90.listing import THREADS, Lengths, List, RaggedGrid
+from schedules.domain import DOMAINS, Bounds, Section, Visits
 from schedules.forward import FLOOR, LARGE_PART, Attend, Load, Slot
+from schedules.scores import SCORES
 from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
-from schedules.work import Work, work_of
+from schedules.work import RaggedWork, Work, work_of
 
 LN2 = math.log(2.0)
+LOG2_E = math.log2(math.e)
 WARPS_PER_WARPGROUP = WARPGROUP // 32
+
+# Of Q, K, V and O: how many rows a ragged work tile has, and where they end.
+EXTENTS = (
+    lambda work: (work.seqlen_q, work.start_q + work.seqlen_q),
+    *[lambda work: (work.seqlen_k, work.start_k + work.seqlen_k)] * 2,
+    lambda work: (work.rows, work.start_q + work.rows),
+)
 
 
 class TmaLoad(Load):
-    """The producer warp. The integer at address `counter` counts the work tiles taken, from `base` on."""
+    """The producer warp."""
 
-    def __init__(self, rings, lends, domain, lengths, grid, counter, base) -> None:
+    def __init__(self, rings, lends, domain, grid) -> None:
         self.q, self.k, self.v = rings  # q: a ring for each warpgroup
         self.lends = lends
-        self.domain = domain
-        self.seqlen_q, self.seqlen_k = lengths
-        self.grid = grid  # (q_tiles, heads, batches, group)
-        self.counter = counter
-        self.base = base
+        self.domain, self.grid = domain, grid
         self.lane = cute.arch.lane_idx()
 
-    def first_work(self) -> Work:
-        return work_of(cute.arch.block_idx()[0], *self.grid)
+    def first_work(self) -> Work | RaggedWork:
+        return self.grid.first()
 
     @cute.jit
     def ask(self):
         asked = Int32(0)
         if self.lane == 0:
-            asked = self.count()
+            asked = self.grid.count()
         return asked
+
+    def next_work(self, asked: Int32) -> Work | RaggedWork:
+        return self.grid.work_taken(cute.arch.shuffle_sync(asked, 0))
+
+    def visits(self, work: Work | RaggedWork) -> Visits:
+        return uniform(self.domain.visits(work.q_tile, self.grid.bounds(work)))
+
+    def tile(self, visits: Visits, position: int) -> int:
+        return self.domain.tile(visits, position)
+
+
+class Grid:
+    """The work tiles of a batch of equal sequences. The integer at address `counter` counts those taken, from `base`
+    on."""
+
+    def __init__(self, shape, bounds: Bounds, counter: Int64, base: Int32) -> None:
+        self.shape = shape  # (q_tiles, heads, batches, group)
+        self.whole = bounds
+        self.counter, self.base = counter, base
+
+    def bounds(self, work: Work) -> Bounds:
+        return self.whole
+
+    def first(self) -> Work:
+        return work_of(cute.arch.block_idx()[0], *self.shape)
 
     def count(self) -> Int32:
         counter = cute.make_ptr(Int32, self.counter, cute.AddressSpace.gmem, assumed_align=4)
         return Int32(cute.arch.atomic_add(counter.llvm_ptr, Int32(1)))
 
-    def next_work(self, asked: Int32) -> Work:
-        taken = cute.arch.shuffle_sync(asked, 0) - self.base
-        return work_of(cute.arch.grid_dim()[0] + taken, *self.grid)
+    def work_taken(self, taken: Int32) -> Work:
+        return work_of(cute.arch.grid_dim()[0] + (taken - self.base), *self.shape)
 
-    def visits(self, work: Work) -> Visits:
-        return self.domain.visits(work.q_tile, self.seqlen_q, self.seqlen_k)
+
+def uniform(visits: Visits) -> Visits:
+    """In uniform registers: they are live over all loops, and are not worked out anew for every tile."""
+    return Visits(*(n if isinstance(n, int) else cute.arch.make_warp_uniform(n) for n in visits))
 
 
 class WgmmaAttend(Attend):
@@ -80,22 +121,22 @@ class WgmmaAttend(Attend):
     rounds it, it makes the error twice as large as where references are maxima and the largest weight is 1, exactly.
     """
 
-    def __init__(self, kernel, rings, turn, operands, store, lengths, scale_log2, index) -> None:
+    def __init__(self, kernel, rings, turn, operands, store, grid, logits, index) -> None:
         self.kernel = kernel
         self.q, self.k, self.v = rings
         self.turn = turn
         self.sq, self.sk, self.sv = operands
         self.store = store
-        self.domain = kernel.domain
-        self.seqlen_q, self.seqlen_k = lengths
-        self.scale_log2 = scale_log2
+        self.domain, self.grid = kernel.domain, grid
+        self.score, self.logits = kernel.score, logits
+        self.scale_log2 = logits.scale_log2
         self.index = index
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.lane = cute.arch.lane_idx()
 
         config = kernel.config
         self.s = kernel.qk.make_fragment_C(kernel.qk.partition_shape_C((ROWS_PER_WARPGROUP, config.tile_n)))
-        self.o = cute.make_rmem_tensor((config.head_dim + config.ones) // 2, Float32)
+        self.o = cute.make_rmem_tensor((config.value_dim + config.ones) // 2, Float32)
         self.p = cute.make_rmem_tensor(config.tile_n // 4, Int32)
         self.optimistic, self.lends = config.ones > 0, config.lends
         self.weights = cute.make_rmem_tensor(config.tile_n // 2, Float32) if self.optimistic else self.s
@@ -104,6 +145,14 @@ class WgmmaAttend(Attend):
         self.row_sum = cute.make_rmem_tensor(softmax.ROWS, Float32)  # of this thread's columns
         self.top = cute.make_rmem_tensor(softmax.ROWS, Float32)  # this thread's largest weight of a row in the tile
         self.mended = cute.make_rmem_tensor(1, Int32)  # tiles of the work tile, by this warp
+        self.sink = cute.make_rmem_tensor(1, Float32)  # log2
+        self.slope = cute.make_rmem_tensor(1, Float32)  # in units of S
+        self.capped = cute.make_rmem_tensor(1, Int32)  # whether S is; otherwise it will be in the exponentials
+        # Scores of the body are capped in the exponentials, by a polynomial, and afterwards it is found out whether all
+        # were small enough for it: tanh is an instruction of the unit that exponentiates, which has no time for it.
+        self.caps_late = self.score.softcap and self.optimistic and not self.score.alibi
+        self.least_slope = cute.make_rmem_tensor(1, Float32)  # of what caps a thread's scores
+        self.shift = cute.make_rmem_tensor(softmax.ROWS, Float32)  # of what S holds, log2: ALiBi's part of a row
 
     def row(self, work: Work, r: int) -> Int32:
         """The query that row `r` of this thread is."""
@@ -111,12 +160,13 @@ class WgmmaAttend(Attend):
         return tile + (self.thread // 32) * 16 + self.lane // 4 + 8 * r
 
     def visits(self, work: Work) -> Visits:
-        return self.domain.visits(work.q_tile, self.seqlen_q, self.seqlen_k)
+        return uniform(self.domain.visits(work.q_tile, self.grid.bounds(work)))
 
     def start(self) -> None:
         self.o.fill(0.0)
         self.row_sum.fill(0.0)
         self.mended.fill(0)
+        self.least_slope.fill(0.0)
         for r in range(softmax.ROWS):
             self.reference[r] = cute.arch.fmax(self.needed(r), Float32(FLOOR))
 
@@ -135,14 +185,69 @@ class WgmmaAttend(Attend):
     def retire(self, pending: int) -> None:
         warpgroup.wait_group(pending)
 
-    def mask(self, work: Work, tile: int) -> None:
+    def take_up(self, work: Work) -> None:
+        self.sink[0] = self.logits.sink(work)
+        if self.score.alibi:
+            self.slope[0] = self.logits.slope(work)
+
+    def change_scores(self, work: Work, tile: int, section: Section) -> None:
+        if self.score.softcap:
+            if section is Section.BODY and self.caps_late:
+                self.capped[0] = 0  # but by `exponents`
+            else:
+                self.cap()
+        if self.score.alibi:
+            self.penalise(work, tile, section)
+
+    def cap(self) -> None:
+        self.capped[0] = 1
+        softmax.cap(self.s, self.logits.cap_factor)
+
+    def cap_again(self, tile: int) -> None:
+        self.cap()
+        self.exponents(tile)
+        self.pack_p()
+
+    def penalise(self, work: Work, tile: int, section: Section) -> None:
+        bounds = self.grid.bounds(work)
         start = tile * self.kernel.config.tile_n
-        limits = [self.domain.hi(self.row(work, r), self.seqlen_q, self.seqlen_k) - start for r in range(softmax.ROWS)]
-        softmax.mask_right(self.s, limits, self.lane)
+        own = bounds.seqlen_k - bounds.seqlen_q  # the key at a query's own place, less the query
+        distances = [start - (self.row(work, r) + own) for r in range(softmax.ROWS)]
+        if section is Section.BODY:  # whose keys are all on one side of a query
+            before = distances[0] < 0
+            self.penalise_side(distances, softmax.select(before, self.slope[0], -self.slope[0]))
+        else:
+            softmax.penalise(self.s, self.slope[0], distances, self.lane)
+            self.shift.fill(0.0)
+
+    def penalise_side(self, distances, slope: Float32) -> None:
+        softmax.penalise_side(self.s, slope)
+        for r in range(softmax.ROWS):
+            self.shift[r] = slope * self.scale_log2 * Float32(distances[r] + 2 * (self.lane % 4))
+
+    def scaled(self, r: int, score: Float32) -> Float32:
+        """What S holds, as the softmax takes it, in log2."""
+        found = score * self.scale_log2
+        if self.caps_late:
+            light = score * (score * score * self.logits.cap_cubic + self.logits.cap_linear)
+            return softmax.select(self.capped[0] != 0, found, light)
+        return found + self.shift[r] if self.score.alibi else found
+
+    def mask(self, work: Work, tile: int, section: Section) -> None:
+        start = tile * self.kernel.config.tile_n
+        rows = [self.row(work, r) for r in range(softmax.ROWS)]
+        bounds = self.grid.bounds(work)
+        softmax.mask_right(self.s, [self.domain.hi(row, bounds) - start for row in rows], self.lane)
+        if section is Section.LEFT:
+            softmax.mask_left(self.s, [self.domain.lo(row, bounds) - start for row in rows], self.lane)
 
     def needed(self, r: int) -> Float32:
         """The reference that a row would get for the present tile."""
-        found = softmax.quad_reduce(self.largest_score(r), cute.arch.fmax) * self.scale_log2
+        found = self.largest_score(r)
+        if self.score.alibi:  # of which each thread's columns have a part of their own
+            found = softmax.quad_reduce(self.scaled(r, found), cute.arch.fmax)
+        else:
+            found = self.scaled(r, softmax.quad_reduce(found, cute.arch.fmax))
         return found - softmax.LIMIT if self.optimistic else found
 
     def largest_score(self, r: int) -> Float32:
@@ -171,13 +276,36 @@ class WgmmaAttend(Attend):
             self.o[at] = self.o[at] * factor
 
     def exponents(self, tile: int) -> None:
-        for r in range(softmax.ROWS):
-            for column in range(softmax.columns(self.s)):
-                at = softmax.element(r, column)
-                self.weights[at] = cute.math.exp2(self.s[at] * self.scale_log2 - self.reference[r], fastmath=True)
+        if self.caps_late:
+            self.capped_exponents()
+        else:
+            self.plain_exponents()
         if not self.optimistic:
             for r in range(softmax.ROWS):
                 self.row_sum[r] = self.row_sum[r] + softmax.row_reduce(self.weights, r, softmax.add)
+
+    def plain_exponents(self) -> None:
+        for r in range(softmax.ROWS):
+            reference = self.reference[r] - self.shift[r] if self.score.alibi else self.reference[r]
+            for column in range(softmax.columns(self.s)):
+                at = softmax.element(r, column)
+                self.weights[at] = cute.math.exp2(self.s[at] * self.scale_log2 - reference, fastmath=True)
+
+    @cute.jit
+    def capped_exponents(self):
+        if self.capped[0] != 0:
+            self.plain_exponents()
+        else:
+            self.capping_exponents()
+
+    def capping_exponents(self) -> None:
+        slopes = []
+        for r in range(softmax.ROWS):
+            for column in range(softmax.columns(self.s)):
+                at = softmax.element(r, column)
+                slopes.append(self.s[at] * self.s[at] * self.logits.cap_cubic + self.logits.cap_linear)
+                self.weights[at] = cute.math.exp2(self.s[at] * slopes[-1] - self.reference[r], fastmath=True)
+        self.least_slope[0] = softmax.least(slopes)
 
     def pack_p(self) -> None:
         softmax.pack(self.weights, self.p, self.kernel.dtype)
@@ -204,13 +332,30 @@ class WgmmaAttend(Attend):
             self.p[i] = softmax.multiply_pair(self.p[i], factors, self.kernel.dtype)
 
     def outgrown(self) -> Boolean:
-        return cute.arch.vote_any_sync(softmax.past_limit(self.p))
+        past = softmax.past_limit(self.p)
+        if self.caps_late:
+            past = softmax.either(past, self.capped_badly())
+        return cute.arch.vote_any_sync(past)
+
+    def capped_badly(self) -> Boolean:
+        """Whether a score of this thread is too large for the polynomial that has capped it."""
+        return (self.capped[0] == 0) & (self.least_slope[0] < self.logits.least_slope)
 
     @cute.jit
     def mend(self, tile: int):
+        if const_expr(self.caps_late):
+            if cute.arch.vote_any_sync(self.capped_badly()):
+                self.cap_again(tile)
+            if self.outgrown():
+                self.mend_rows(tile)
+        else:
+            self.mend_rows(tile)
+
+    @cute.jit
+    def mend_rows(self, tile: int):
         self.mended[0] = self.mended[0] + 1
         for r in cutlass.range_constexpr(softmax.ROWS):
-            largest = self.largest_score(r) * self.scale_log2 - self.reference[r]
+            largest = self.scaled(r, self.largest_score(r)) - self.reference[r]
             self.top[r] = cute.math.exp2(largest, fastmath=True)
         if cute.arch.vote_any_sync(cute.arch.fmax(self.top[0], self.top[1]) > 2.0 ** softmax.MOST[self.kernel.dtype]):
             self.row_max()
@@ -237,20 +382,29 @@ class WgmmaAttend(Attend):
     def total(self, r: int) -> Float32:
         """The sum of a row."""
         if self.optimistic:
-            return self.o[softmax.element(r, self.kernel.config.head_dim // 4)]
+            return self.o[softmax.element(r, self.kernel.config.value_dim // 4)]
         return softmax.quad_reduce(self.row_sum[r], softmax.add)
 
     def normalise(self, work: Work) -> None:
         for r in range(softmax.ROWS):
             row, total = self.row(work, r), self.total(r)
-            blind = self.domain.hi(row, self.seqlen_q, self.seqlen_k) <= 0
-            inverse = cute.arch.rcp_approx(total)
-            for column in range(self.kernel.config.head_dim // 4):
+            bounds, sink = self.grid.bounds(work), self.sink[0]
+            blind = self.domain.hi(row, bounds) <= cutlass.max(self.domain.lo(row, bounds), 0)
+            if self.kernel.ragged:
+                past = row >= bounds.seqlen_q
+                blind, sink = softmax.either(blind, past), softmax.select(past, Float32(-Float32.inf), sink)
+            # The sink is a logit more, whose value is 0: the larger of it and the reference counts as 1.
+            largest = cute.arch.fmax(self.reference[r], self.sink[0])
+            shrink = cute.math.exp2(self.reference[r] - largest, fastmath=True)
+            beside = cute.math.exp2(self.sink[0] - largest, fastmath=True)
+            total = total * shrink + beside
+            factor = cute.arch.rcp_approx(total) * shrink
+            for column in range(self.kernel.config.value_dim // 4):
                 at = softmax.element(r, column)
-                self.o[at] = softmax.select(blind, Float32(0.0), self.o[at] * inverse)
+                self.o[at] = softmax.select(blind, Float32(0.0), self.o[at] * factor)
             if not self.optimistic:
-                lse = (self.reference[r] + cute.math.log2(total, fastmath=True)) * LN2
-                self.store.lse(work, row, softmax.select(blind, Float32(-Float32.inf), lse), self.lane)
+                lse = (largest + cute.math.log2(total, fastmath=True)) * LN2
+                self.store.lse(work, row, softmax.select(blind, sink * LN2, lse), self.lane)
 
     def o_place(self, slot: Slot) -> Int32:
         """The slot that O leaves through, among V's or Q's."""
@@ -258,7 +412,7 @@ class WgmmaAttend(Attend):
 
     def stage_o(self, slot: Slot) -> None:
         pv = self.kernel.pv
-        shape = pv.partition_shape_C((ROWS_PER_WARPGROUP, self.kernel.config.head_dim))
+        shape = pv.partition_shape_C((ROWS_PER_WARPGROUP, self.kernel.config.value_dim))
         rounded = cute.make_rmem_tensor(pv.make_fragment_C(shape).layout, self.kernel.dtype)
         softmax.pack(self.o, cute.recast_tensor(rounded, Int32), self.kernel.dtype)
         self.store.stage(rounded, self.thread, self.o_place(slot))
@@ -278,10 +432,44 @@ class WgmmaAttend(Attend):
         self.store.drain(self.thread)
 
 
+class Logits:
+    """The run-time numbers that scores, and a row's sum of weights, depend on."""
+
+    def __init__(self, scale_log2, cap_factor, sinks: Int64, slopes: Int64, heads: Int32, slopes_batch: Int32) -> None:
+        self.scale_log2 = scale_log2
+        self.cap_factor = cap_factor
+        self.cap_linear = scale_log2 * cap_factor
+        self.cap_cubic = self.cap_linear * cap_factor * cap_factor * -softmax.CUBIC
+        self.least_slope = self.cap_linear * (1 - softmax.CUBIC * softmax.SMALL * softmax.SMALL)
+        self.sinks = sinks
+        self.slopes = slopes
+        self.heads = heads
+        self.slopes_batch = slopes_batch  # from a batch entry to the next, in elements
+
+    @cute.jit
+    def sink(self, work: Work) -> Float32:
+        """The head's, log2; minus infinity where there is none."""
+        found = Float32(-Float32.inf)
+        if self.sinks != 0 and work.valid != 0:
+            found = self.read(self.sinks, work.head)
+        return found * LOG2_E
+
+    @cute.jit
+    def slope(self, work: Work) -> Float32:
+        found = Float32(0.0)
+        if work.valid != 0:
+            found = self.read(self.slopes, work.batch * self.slopes_batch + work.head)
+        return found * LOG2_E / self.scale_log2
+
+    def read(self, address: Int64, index: Int32) -> Float32:
+        numbers = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+        return cute.make_tensor(numbers + index, cute.make_layout(1))[0]
+
+
 class OutputStore:
     """The way of O from registers through shared to global memory, and that of the LSE."""
 
-    def __init__(self, kernel: ForwardKernel, copy: Copy, so: cute.Tensor, lse: Int64, heads: Int32, rows: Int32):
+    def __init__(self, kernel: ForwardKernel, copy, so: cute.Tensor, lse: Int64, heads: Int32, rows: Int32):
         self.kernel = kernel
         self.copy = copy
         self.so = so  # (64, head_dim, slot), swizzled
@@ -298,7 +486,7 @@ class OutputStore:
     def start(self, work: Work, thread: Int32, tile: Int32, place: Int32):
         """By one warp, the same that drains."""
         if thread < 32:
-            cute.copy(self.copy.atom, self.copy.shared[None, place], self.copy.tiles[None, tile, work.head, work.batch])
+            cute.copy(self.copy.atom, self.copy.shared[None, place], self.copy.at(work, tile, work.head))
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -308,22 +496,43 @@ class OutputStore:
 
     @cute.jit
     def lse(self, work: Work, row: Int32, value: Float32, lane: Int32):
-        if lane % 4 == 0 and row < self.rows and self.lse_address != 0:
+        rows = work.rows if const_expr(self.kernel.ragged) else self.rows
+        if lane % 4 == 0 and row < rows and self.lse_address != 0:
             self.write_lse(work, row, value)
 
     def write_lse(self, work: Work, row: Int32, value: Float32) -> None:
-        line = Int64(work.batch) * self.heads + work.head
+        line = Int64(work.entry) * self.heads + work.head
+        row = work.start_q + row if self.kernel.ragged else row
         lse = cute.make_ptr(Float32, self.lse_address, cute.AddressSpace.gmem, assumed_align=4)
         cute.make_tensor(lse + (line * self.rows + row), cute.make_layout(1))[0] = value
 
 
-class ForwardKernel:
-    """Compiles to one cubin for (dtype, mask, block config)."""
+class Whole(NamedTuple):
+    """Sizes of the tensors q and k."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], mask: str, config: BlockConfig) -> None:
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    kv_heads: int
+
+    @classmethod
+    def of(cls, q: cute.Tensor, k: cute.Tensor) -> Whole:
+        """From (S, D, H, B)."""
+        (rows, _, heads, batch), (keys, _, kv_heads, _) = q.shape, k.shape
+        return cls(batch, rows, keys, heads, kv_heads)
+
+
+class ForwardKernel:
+    """Compiles to one cubin for (dtype, mask, score, ragged or not, block config)."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], mask: str, score: str, ragged: bool, config: BlockConfig) -> None:
         self.dtype = dtype
+        self.score = SCORES[score]
+        self.ragged = ragged
         self.config = config
-        self.domain = DOMAINS[mask](config.tile_m, config.tile_n)
+        self.domain = DOMAINS[mask](config.tile_m, config.tile_n, nearest_first=self.score.alibi)
+        self.work = RaggedWork if ragged else Work
 
     def _mma_shapes(self) -> None:
         """S = Q K^T from shared memory; O += P V with P from registers: whose registers hold which elements."""
@@ -336,20 +545,32 @@ class ForwardKernel:
             )
 
         self.qk = mma(self.config.tile_n, k_major, warpgroup.OperandSource.SMEM)
-        self.pv = mma(self.config.head_dim, mn_major, warpgroup.OperandSource.RMEM)
+        self.pv = mma(self.config.value_dim, mn_major, warpgroup.OperandSource.RMEM)
 
-    def _arguments(self, sizes: Int64, addresses) -> tuple[list[cute.Tensor], Int32, Int32]:
-        """Tensors at their addresses, and the two numbers that lie behind their sizes on the host."""
+    def _arguments(self, sizes: Int64, addresses) -> tuple[list[cute.Tensor], list, Whole, list[Int32]]:
+        """Tensors (S, D, H, B) at their addresses, the units of ragged ones, their sizes, and the numbers that lie
+        behind on the host."""
         at = cute.make_ptr(Int64, sizes, cute.AddressSpace.generic, assumed_align=8)
         numbers = cute.make_tensor(at, cute.make_layout(len(SIZES)))
         found = {name: numbers[i] for i, name in enumerate(SIZES)}
-        tensors = []
+        tensors, units = [], []
         for name, address in zip("qkvo", addresses, strict=True):
             shape = [Int32(found[size]) for size in SHAPES[name]]
             strides = [cute.assume(found[f"{name} {mode}"], divby=STRIDE_ELEMENTS) for mode in ("batch", "row", "head")]
+            batch, rows, heads, dims = shape
+            by_batch, by_row, by_head = strides
+            layout = cute.make_layout((rows, dims, heads, batch), stride=(by_row, 1, by_head, by_batch))
+            if self.ragged:
+                unit = cute.assume(found[f"{name} unit"], divby=STRIDE_ELEMENTS)
+                of_row, of_entry = Int32(by_row // unit), Int32(by_batch // unit)
+                shape = RaggedCopy.ROWS, dims, (batch - 1) * of_entry + rows * of_row + 1, RaggedCopy.ROWS + 1, heads
+                wrap = cute.assume(RaggedCopy.WRAP - by_row, divby=STRIDE_ELEMENTS)
+                layout = cute.make_layout(shape, stride=(by_row, 1, unit, wrap, by_head))
+                units.append((of_row, of_entry))
             pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-            tensors.append(cute.make_tensor(pointer, cute.make_layout(tuple(shape), stride=(*strides, 1))))
-        return tensors, Int32(found["head_group"]), Int32(found["multiprocessors"])
+            tensors.append(cute.make_tensor(pointer, layout))
+        whole = Whole(*(Int32(found[name]) for name in Whole._fields))
+        return tensors, units, whole, [Int32(found[name]) for name in NUMBERS]
 
     @cute.jit
     def __call__(
@@ -360,49 +581,72 @@ class ForwardKernel:
         v: Int64,
         o: Int64,
         lse: Int64,
+        sinks: Int64,
+        slopes: Int64,
         scale_log2: Float32,
+        cap_factor: Float32,
         counter: Int64,
         base: Int32,
         stream,
+        cu_seqlens_q: Int64,
+        cu_seqlens_k: Int64,
+        seqused_q: Int64,
+        seqused_k: Int64,
     ):
         config = self.config
-        rows, keys, dims = ROWS_PER_WARPGROUP, config.tile_n, config.head_dim
+        rows, keys, dims, value_dims = ROWS_PER_WARPGROUP, config.tile_n, config.head_dim, config.value_dim
         self._mma_shapes()
-        (q, k, v, o), head_group, multiprocessors = self._arguments(sizes, (q, k, v, o))
-        q, k, v, o = [
-            _modes(t, order)
-            for t, order in ((q, (1, 3, 2, 0)), (k, (1, 3, 2, 0)), (v, (3, 1, 2, 0)), (o, (1, 3, 2, 0)))
-        ]
-        sq_layout = sm90.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, (rows, keys, dims), self.dtype, config.q_stages * config.consumers
+        (q, k, v, o), units, whole, numbers = self._arguments(sizes, (q, k, v, o))
+        head_group, multiprocessors, left, right, slopes_batch, sequences, packed = numbers
+        v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, *range(2, cute.rank(v))]))
+        by_rows, by_columns = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        layouts = (  # of one slot of Q, K, V and O
+            sm90.make_smem_layout_a(by_rows, (rows, keys, dims), self.dtype, 1),
+            sm90.make_smem_layout_b(by_rows, (rows, keys, dims), self.dtype, 1),
+            sm90.make_smem_layout_b(by_columns, (rows, value_dims, keys), self.dtype, 1),
+            sm90.make_smem_layout_a(by_rows, (rows, keys, value_dims), self.dtype, 1),
         )
-        sk_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (rows, keys, dims), self.dtype, config.stages)
-        sv_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (rows, dims, keys), self.dtype, 1)
 
         load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        stage = (None, None, 0)
-        q_atom, q_tma = cpasync.make_tiled_tma_atom(load, q, cute.slice_(sq_layout, stage), (rows, dims))
-        k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k, cute.slice_(sk_layout, stage), (keys, dims))
-        v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.slice_(sv_layout, stage), (dims, keys))
-        o_atom, o_tma = cpasync.make_tiled_tma_atom(save, o, cute.slice_(sq_layout, stage), (rows, dims))
+        tiles = (rows, dims), (keys, dims), (value_dims, keys), (rows, value_dims)
+        copies = [
+            cpasync.make_tiled_tma_atom(way, tensor, cute.slice_(layout, (None, None, 0)), tile)
+            for way, tensor, layout, tile in zip((load, load, load, save), (q, k, v, o), layouts, tiles, strict=True)
+        ]
+        atoms, tensors = zip(*copies, strict=True)
 
-        work_tiles = cute.ceil_div(q.shape[0], config.tile_m) * q.shape[2] * q.shape[3]
+        q_tiles = cute.ceil_div(whole.seqlen_q, config.tile_m) * whole.batch
+        if const_expr(self.ragged):
+            q_tiles = q_tiles + packed * (sequences + 2)  # at most
+            self.list_sequences(
+                (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
+                (sequences, whole.seqlen_q, whole.seqlen_k, head_group, q_tiles),
+                counter,
+                packed,
+            ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
         self.kernel(
-            (q_atom, k_atom, v_atom, o_atom),
-            (q_tma, k_tma, v_tma, o_tma),
-            (sq_layout, sk_layout, sv_layout),
+            atoms,
+            tensors,
+            layouts,
+            units,
+            whole if const_expr(self.ragged) else (),
             (self.qk, self.pv),
             lse,
-            scale_log2,
-            head_group,
+            (scale_log2, cap_factor, sinks, slopes, whole.heads, slopes_batch),
+            sequences if const_expr(self.ragged) else head_group,
+            (left, right),
             counter,
             base,
         ).launch(
-            grid=(cutlass.min(work_tiles, multiprocessors), 1, 1),
+            grid=(cutlass.min(q_tiles * whole.heads, multiprocessors), 1, 1),
             block=(config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    @cute.kernel
+    def list_sequences(self, addresses, sizes, listing: Int64, packed: Int32):
+        List(Lengths(addresses, *sizes, self.config.tile_m), listing, packed).make()
 
     @cute.kernel
     def kernel(
@@ -410,34 +654,39 @@ class ForwardKernel:
         atoms,
         tensors,
         layouts,
+        units,
+        whole,
         mmas,
         lse: Int64,
-        scale_log2: Float32,
-        head_group: Int32,
+        logits,
+        group_or_sequences: Int32,
+        sides,
         counter: Int64,
         base: Int32,
     ):
         self.qk, self.pv = mmas
-        mq, mk, _, _ = tensors  # (S, D, H, B)
+        if const_expr(not self.ragged):  # those that TMA has: others cost registers
+            whole = Whole.of(*tensors[:2])
         allocator = SmemAllocator()
         barriers = allocator.allocate_array(cutlass.Int64, self.config.barriers)
-        posted = allocator.allocate_tensor(Int32, cute.make_layout((len(Work._fields), self.config.q_slots)), 16)
-        shared = [allocator.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner) for layout in layouts[:2]]
-        value_bytes = allocator.allocate(self.config.value_slots.bytes, 1024)
-        step = self.config.value_slots.slot // ELEMENT_BYTES
-        shared.append(_slots(value_bytes, layouts[2], self.config.stages, step, self.dtype))
-        so = _slots(value_bytes, layouts[0], self.config.stages, step, self.dtype) if self.config.lends else shared[0]
-        copies = self._copies(atoms, tensors, (*shared, so))
+        posted = allocator.allocate_tensor(Int32, cute.make_layout((len(self.work._fields), self.config.q_slots)), 16)
+        shared, value_bytes = self._shared_memory(allocator, layouts)
+        *operands, so = shared
+        copies = self._copies(atoms, tensors, shared, units)
         index = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP - 1
-        q_rings, k, v = self._rings(barriers, posted, copies, index, heads_per_kv_head=mq.shape[2] // mk.shape[2])
+        q_rings, k, v = self._rings(barriers, posted, copies, index, heads_per_kv_head=whole.heads // whole.kv_heads)
 
         turn = PingPong(index, self.config.consumers)
-        store = OutputStore(self, copies[3], so, lse, mq.shape[2], mq.shape[0])
-        lengths = (mq.shape[0], mk.shape[0])
-        grid = (cute.ceil_div(mq.shape[0], self.config.tile_m), mq.shape[2], mq.shape[3], head_group)
+        store = OutputStore(self, copies[3], so, lse, whole.heads, whole.seqlen_q)
+        bounds = Bounds(whole.seqlen_q, whole.seqlen_k, *sides)
+        if const_expr(self.ragged):
+            grid = RaggedGrid(counter, group_or_sequences, whole.heads, self.config.tile_m, bounds)
+        else:
+            q_tiles = cute.ceil_div(whole.seqlen_q, self.config.tile_m)
+            grid = Grid((q_tiles, whole.heads, whole.batch, group_or_sequences), bounds, counter, base)
         attend, load = self._roles(
-            (self, (q_rings[-1], k, v), turn, self._operands(*shared), store, lengths, scale_log2, index),
-            ((q_rings[:-1], k, v), self.config.lends, self.domain, lengths, grid, counter, base),
+            (self, (q_rings[-1], k, v), turn, self._operands(*operands), store, grid, Logits(*logits), index),
+            ((q_rings[:-1], k, v), self.config.lends, self.domain, grid),
         )
         Cta(self.config, (*q_rings[:-1], k, v), turn, load, attend).run(value_bytes)
 
@@ -445,13 +694,44 @@ class ForwardKernel:
         """From their arguments; `trace` has others."""
         return WgmmaAttend(*attend), TmaLoad(*load)
 
-    def _copies(self, atoms, tensors, shared) -> list[Copy]:
+    def _shared_memory(self, allocator: SmemAllocator, layouts) -> tuple[list[cute.Tensor], cute.Pointer]:
+        """The slots of Q, K and V, those that O leaves through, which are Q's or V's, and where V's begin."""
+        config = self.config
+        row = config.head_dim * ELEMENT_BYTES
+        ways = (  # slots, and bytes from one to the next
+            (config.q_slots, ROWS_PER_WARPGROUP * row),
+            (config.stages, config.tile_n * row),
+            (config.stages, config.value_slots.slot),
+        )
+        sizes = ways[0][0] * ways[0][1], ways[1][0] * ways[1][1], config.value_slots.bytes
+        starts = [allocator.allocate(size, 1024) for size in sizes]
+        leaving = 2 if config.lends else 0
+        starts.append(starts[leaving])
+        shared = [
+            _slots(start, layout, slots, step // ELEMENT_BYTES, self.dtype)
+            for start, layout, (slots, step) in zip(starts, layouts, (*ways, ways[leaving]), strict=True)
+        ]
+        return shared, starts[2]
+
+    def _copies(self, atoms, tensors, shared, units) -> list[Copy] | list[RaggedCopy]:
         """Those of Q, K, V and O."""
-        rows, keys, dims = ROWS_PER_WARPGROUP, self.config.tile_n, self.config.head_dim
-        by_rows = (None, 0, None, None)  # of (S, D, H, B); V is (D, S, H, B)
-        cuts = (((rows, dims), by_rows), ((keys, dims), by_rows), ((dims, keys), (0, None, None, None)))
+        rows, keys, dims, value_dims = (
+            ROWS_PER_WARPGROUP,
+            self.config.tile_n,
+            self.config.head_dim,
+            self.config.value_dim,
+        )
+        by_rows, by_columns = (None, 0, None, None), (0, None, None, None)  # of (S, D, H, B); V is (D, S, H, B)
+        cuts = (
+            ((rows, dims), by_rows),
+            ((keys, dims), by_rows),
+            ((value_dims, keys), by_columns),
+            ((rows, value_dims), by_rows),
+        )
+        if self.ragged:
+            return [RaggedCopy(*one) for one in zip(atoms, shared, tensors, cuts, EXTENTS, units, strict=True)]
         copies = []
-        for atom, tensor, slots, (tile, at) in zip(atoms, tensors, shared, (*cuts, cuts[0]), strict=True):
+        for atom, tensor, slots, (tile, at) in zip(atoms, tensors, shared, cuts, strict=True):
             tiles = cute.group_modes(cute.local_tile(tensor, tile, at), 0, 2)
             one = cute.make_layout(1)  # CTA: no multicast
             copies.append(Copy(atom, *cpasync.tma_partition(atom, 0, one, cute.group_modes(slots, 0, 2), tiles)))
@@ -461,16 +741,17 @@ class ForwardKernel:
         """Those of every warpgroup's Q, and last that of warpgroup `index`; K's and V's."""
         config = self.config
         warps = config.consumers * WARPS_PER_WARPGROUP
-        row_bytes = config.head_dim * self.dtype.width // 8
+        row_bytes, value_row_bytes = (dims * ELEMENT_BYTES for dims in (config.head_dim, config.value_dim))
+        query_bytes = ROWS_PER_WARPGROUP * row_bytes
         q, k, v, _ = copies
         q_rings = [
-            QueryRing(barriers, config.q_stages, ROWS_PER_WARPGROUP * row_bytes, q, posted, warpgroup, config.consumers)
+            QueryRing(barriers, config.q_stages, query_bytes, q, posted, self.work, warpgroup, config.consumers)
             for warpgroup in (*range(config.consumers), index)
         ]
         k_barriers = barriers + 2 * config.q_slots
         v_barriers = k_barriers + 2 * config.stages
         k_ring = TileRing(k_barriers, config.stages, config.tile_n * row_bytes, warps, k, heads_per_kv_head)
-        v_ring = ValueRing(v_barriers, config.stages, config.tile_n * row_bytes, warps, v, heads_per_kv_head)
+        v_ring = ValueRing(v_barriers, config.stages, config.tile_n * value_row_bytes, warps, v, heads_per_kv_head)
         return q_rings, k_ring, v_ring
 
     def _operands(self, sq, sk, sv) -> tuple[wgmma.Operand, wgmma.Operand, wgmma.Operand]:
@@ -535,8 +816,3 @@ def _slots(start: cute.Pointer, one, slots: int, step: int, dtype) -> cute.Tenso
     """Tiles in shared memory, `step` elements apart, from the layout of one."""
     layout = cute.make_layout((*one.outer.shape[:2], slots), stride=(*one.outer.stride[:2], step))
     return cute.make_tensor(cute.recast_ptr(start, one.inner, dtype=dtype), layout)
-
-
-def _modes(tensor: cute.Tensor, order: tuple[int, ...]) -> cute.Tensor:
-    """The same tensor with its modes in another order."""
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(order)))

@@ -13,6 +13,8 @@ from cutlass import Boolean, Float32, Int32
 from cutlass._mlir.dialects import arith, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+# tanh(x) is x - CUBIC x^3 up to SMALL, within 2^-11 of it.
+CUBIC, SMALL = 0.3185, 0.375
 ROWS = 2  # per thread
 
 # For optimistic roles, in log2. From 2^1 on the highest exponent bit of bfloat16 and float16 is set, and of no smaller
@@ -120,6 +122,61 @@ def quad_reduce(value: Float32, combine) -> Float32:
     return value
 
 
+def cap(scores: cute.Tensor, factor: Float32) -> None:
+    """Scores become tanh(factor * s), by an instruction whose error is 2^-11 of the result (PTX: tanh.approx)."""
+    for i in range(cute.size(scores)):
+        scores[i] = tanh(scores[i] * factor)
+
+
+def least(values: list[Float32]) -> Float32:
+    """If it is positive; otherwise one that is not. Positive floats are in the order of their bits, and integers are
+    compared three at a time."""
+    chains = [as_bits(value) for value in values[:2]]
+    for i in range(2, len(values), 2):
+        chain = i // 2 % 2
+        chains[chain] = integer_min(integer_min(chains[chain], as_bits(values[i])), as_bits(values[i + 1]))
+    return as_float(integer_min(*chains))
+
+
+@dsl_user_op
+def integer_min(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
+    return Int32(arith.minsi(Int32(a).ir_value(loc=loc, ip=ip), Int32(b).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+def penalise_side(scores: cute.Tensor, slope: Float32) -> None:
+    """ALiBi where all keys lie before the queries (or, with its opposite, behind): scores grow from column to column.
+    The distance to the thread's first column is left out."""
+    for i in range(cute.size(scores)):
+        scores[i] = scores[i] + slope * float(8 * (i // 4) + i % 2)
+
+
+def penalise(scores: cute.Tensor, slope: Float32, distances: list[Int32], lane: Int32) -> None:
+    """ALiBi: scores lose `slope` times their key's distance; `distances` are those of each row to column 0."""
+    for row in range(ROWS):
+        first = Float32(distances[row] + 2 * (lane % 4))
+        for column in range(columns(scores)):
+            at = element(row, column)
+            past = first + float(8 * (column // 2) + column % 2)
+            scores[at] = scores[at] - slope * cute.arch.fmax(past, -past)
+
+
+@dsl_user_op
+def tanh(value: Float32, *, loc=None, ip=None) -> Float32:
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [Float32(value).ir_value(loc=loc, ip=ip)],
+            "tanh.approx.f32 $0, $1;",
+            "=f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
 def mask_right(scores: cute.Tensor, limits: list[Int32], lane: Int32) -> None:
     """Scores at or past the row's limit (in columns of this tile) become minus infinity."""
     for row in range(ROWS):
@@ -127,6 +184,16 @@ def mask_right(scores: cute.Tensor, limits: list[Int32], lane: Int32) -> None:
         for column in range(columns(scores)):
             at = element(row, column)
             outside = limit <= 8 * (column // 2) + column % 2
+            scores[at] = select(outside, Float32(-Float32.inf), scores[at])
+
+
+def mask_left(scores: cute.Tensor, limits: list[Int32], lane: Int32) -> None:
+    """Scores before the row's limit become minus infinity."""
+    for row in range(ROWS):
+        limit = limits[row] - 2 * (lane % 4)
+        for column in range(columns(scores)):
+            at = element(row, column)
+            outside = limit > 8 * (column // 2) + column % 2
             scores[at] = select(outside, Float32(-Float32.inf), scores[at])
 
 

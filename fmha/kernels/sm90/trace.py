@@ -24,6 +24,7 @@ from cutlass.cute.experimental import iket
 from cutlass.cutlass_dsl import dsl_user_op
 
 from fmha.kernels.sm90.forward import WARPS_PER_WARPGROUP, ForwardKernel, TmaLoad, WgmmaAttend
+from schedules.domain import Section
 from schedules.forward import LendingRing, Ring, Slot, Turn, WorkRing
 from schedules.work import Work
 
@@ -310,9 +311,14 @@ class RecordedAttend(WgmmaAttend):
         super().retire(pending)
         self.recorder.end()
 
-    def mask(self, work: Work, tile: int) -> None:
+    def change_scores(self, work: Work, tile: int, section: Section) -> None:
         self.recorder.begin("mask", tile)
-        super().mask(work, tile)
+        super().change_scores(work, tile, section)
+        self.recorder.end()
+
+    def mask(self, work: Work, tile: int, section: Section) -> None:
+        self.recorder.begin("mask", tile)
+        super().mask(work, tile, section)
         self.recorder.end()
 
     def row_max(self) -> Boolean:
@@ -379,7 +385,7 @@ class StampedKernel(ForwardKernel):
     EVERY_WAIT = False
 
     def _roles(self, attend, load):
-        *_, counter, _ = load
+        counter = load[-1].counter
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         writer = (warp % WARPS_PER_WARPGROUP == 0) & (cute.arch.lane_idx() == 0) & (cute.arch.block_idx()[0] == 0)
         recorders = [

@@ -1,0 +1,49 @@
+"""`python -m tests.kernels PART PARTS`: compiles, into the disk cache, a part of the kernels that the GPU tests use.
+
+Needs no GPU. Several parts side by side take a minute, where one after another, as they are needed, they take ten.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from fmha.jit import library
+from fmha.problem import Problem, Variant, variants
+from schedules.domain import mask_of
+from schedules.scores import score_of
+from schedules.tiling import Extent
+from tests.cases import Case, lengths
+from tests.drawn import PROBLEMS, draw
+
+ARCH = "sm_90a"
+MULTIPROCESSORS = 132
+
+
+def variant_of(case: Case) -> Variant:
+    """The kernel that a call of the case gets."""
+    rows = lengths(case).rows if case.ragged else (case.seqlen_q, case.seqlen_k)
+    mask, bounds = mask_of(case.causal, case.sides, *rows)
+    score = score_of(case.softcap is not None, bool(case.alibi))
+    dtype = str(case.torch_dtype).removeprefix("torch.")
+    problem = Problem(dtype, case.head_dim, mask, score, case.head_dim_v, case.ragged != "")
+    about = [max(1, size // case.batch) for size in rows] if case.packed else rows
+    heads = case.batch * case.heads_q
+    sides = bounds.left, bounds.right
+    extent = Extent(mask, *about, heads, MULTIPROCESSORS, case.return_lse, *sides)
+    return Variant(problem, library.pick(problem, ARCH, extent).config)
+
+
+def needed() -> list[Variant]:
+    """All of them, in the same order in every process."""
+    drawn = (variant_of(draw(seed)) for seed in range(PROBLEMS))
+    named = {library.key.canonical(*variant, ARCH): variant for variant in (*variants(ARCH), *drawn)}
+    return [named[text] for text in sorted(named)]
+
+
+def main(part: int, parts: int) -> None:
+    for variant in needed()[part::parts]:
+        library.object_file(*variant, ARCH)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
