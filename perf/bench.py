@@ -1,9 +1,10 @@
 """`python -m perf.bench SUITE`: how fast, beside its peers, on this GPU.
 
-Suites: `dense` (TFLOP/s over lengths, head dims and masks), `tail` (lengths that leave a partial tile) and `launch`
-(what a call costs the host, and what a first call costs). Every row is checked against the float64 oracle before it is
-timed, and carries the rate of a cuBLAS product of 8192^3 measured beside it. Quote ratios within a run: the card is
-power-limited, and absolute rates move with its temperature and its neighbours.
+Suites: `dense` (TFLOP/s over lengths, head dims and masks), `tail` (lengths that leave a partial tile), `window`
+(causal sliding windows), `varlen` (packed sequences), `scores` (softcap, sinks and ALiBi beside the plain kernel) and
+`launch` (what a call costs the host, and what a first call costs). Every row is checked against the float64 oracle
+before it is timed, and carries the rate of a cuBLAS product of 8192^3 measured beside it. Quote ratios within a run:
+the card is power-limited, and absolute rates move with its temperature and its neighbours.
 
 Rates are of useful work: 4 D operations for each (query, key) pair that sees each other. A ratio `fmha/x` above 1 means
 that fmha is ahead of x.
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,19 @@ import torch
 
 from fmha import reference
 from perf import environment, launch, show
-from perf.peers import OURS, PEERS, US, Candidate, Peer, Prepare, load
+from perf.peers import OURS, PEERS, PLAIN, US, Candidate, Peer, Prepare, load, scoring
 from perf.suites import SUITES, Case, select
 from perf.timing import CudaTimer, Timer, interleave, quartiles
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Row = dict[str, Any]
 
-DEFAULT_PEERS = {"launch": ("sdpa", "fa4", "fa3", "flashinfer")}
+DEFAULT_PEERS = {
+    "launch": ("sdpa", "fa4", "fa3", "flashinfer"),
+    "window": ("fa4", "flashinfer"),
+    "varlen": ("fa4", "fa3", "flashinfer"),
+    "scores": (PLAIN, "fa4", "fa3"),
+}
 KERNEL_PEERS = ("cudnn", "flash", "fa4", "fa3", "flashinfer")
 TOLERANCE = 1e-2  # of the norm: 16-bit P and output leave about 3e-3
 CUBLAS = 8192
@@ -57,16 +64,18 @@ def sample_rows(seqlen_q: int, count: int = 48) -> torch.Tensor:
 def check(case: Case, qkv: Tensors, outputs: dict[str, torch.Tensor]) -> dict[str, str]:
     """Why an output is wrong, by candidate.
 
-    Sampled rows of the first and last batch entry are compared with the oracle; then every element of fmha's output
-    with the peers' that passed. If all of those disagree with it, it is wrong; if only some do, they are.
-    """
-    rows = sample_rows(case.seqlen_q).to(qkv[0].device)
-    ends = [0] if case.batch == 1 else [0, case.batch - 1]
-    exact, _ = reference.attention(*(x[ends] for x in qkv), causal=case.causal, rows=rows)
+    Sampled rows of the first and last batch entry, or of the longest and the last sequence, are compared with the
+    oracle; then every element of fmha's output with the peers' that passed. If all of those disagree with it, it is
+    wrong; if only some do, they are."""
     wrong = {}
-    for name, out in outputs.items():
-        if (error := relative_error(out[ends][:, rows], exact)) > TOLERANCE:
-            wrong[name] = f"off by {error:.1e} of the oracle's norm"
+    for part in parts(case):
+        rows = sample_rows(part.stop - part.start if case.packed else case.seqlen_q).to(qkv[0].device)
+        ends = [x[None, part] if case.packed else x[part] for x in qkv]
+        exact, _ = reference.attention(*ends, causal=case.causal, window=case.window, rows=rows, **scoring(case))
+        for name, out in outputs.items():
+            found = out[None, part] if case.packed else out[part]
+            if (error := relative_error(found[:, rows], exact)) > TOLERANCE:
+                wrong[name] = f"off by {error:.1e} of the oracle's norm"
     if OURS in wrong:
         return wrong
     apart = {
@@ -85,15 +94,22 @@ def check(case: Case, qkv: Tensors, outputs: dict[str, torch.Tensor]) -> dict[st
     return wrong
 
 
+def parts(case: Case) -> list[slice]:
+    """The batch entries that are compared with the oracle, or the rows of the sequences."""
+    if not case.packed:
+        return [slice(0, 1), slice(case.batch - 1, case.batch)]
+    ends = list(accumulate(case.packed))
+    return [slice(ends[b] - case.packed[b], ends[b]) for b in (case.packed.index(max(case.packed)), -1)]
+
+
 # -- one row --------------------------------------------------------------------------------------------------------
 def make_inputs(case: Case, device: str = "cuda") -> Tensors:
     generator = torch.Generator(device).manual_seed(case.seqlen_k)
     shapes = [(case.seqlen_q, case.heads_q), (case.seqlen_k, case.heads_kv), (case.seqlen_k, case.heads_kv)]
+    lead = [(sum(case.packed),) if case.packed else (case.batch, s) for s, _ in shapes]
     q, k, v = (
-        torch.randn(
-            (case.batch, s, h, case.head_dim), generator=generator, device=device, dtype=getattr(torch, case.dtype)
-        )
-        for s, h in shapes
+        torch.randn((*first, h, case.head_dim), generator=generator, device=device, dtype=getattr(torch, case.dtype))
+        for first, (_, h) in zip(lead, shapes, strict=True)
     )
     return q, k, v
 
@@ -109,7 +125,9 @@ def prepare(case: Case, qkv: Tensors, loaded: dict[str, Prepare]) -> tuple[dict[
             continue
         try:
             candidate = make(case, *qkv)
-            outputs[name] = candidate.output(candidate.call())
+            output = candidate.output(candidate.call())
+            if name != PLAIN:  # which computes something else
+                outputs[name] = output
         except Exception as error:  # a peer's refusal may be of any type; ours must not be hidden
             if name == OURS:
                 raise

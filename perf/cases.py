@@ -1,4 +1,4 @@
-"""Cases by name, as `perf.bench` prints them: "D128 causal S4096 B4 H16"."""
+"""Cases by name, as `perf.bench` prints them: "D128 causal S4096 B4 H16". Windows are for its own suite only."""
 
 from __future__ import annotations
 

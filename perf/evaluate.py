@@ -20,7 +20,7 @@ PERFETTO_CYCLES = 100_000  # the beginning of a CTA, some fifty KV tiles: half a
 def evaluate(out: Path, failed: Mapping[str, str]) -> str:
     """Writes everything but DIR/raw, and returns the table. `failed` says why a part of this run has left nothing."""
     kept = json.loads((out / "raw" / "profile.json").read_text())
-    rows = [_row(out, Case(**case), kept["meta"]) for case in kept["cases"]]
+    rows = [_row(out, Case.of(case), kept["meta"]) for case in kept["cases"]]
     document = {"meta": kept["meta"], "failed": dict(failed), "rows": rows}
     (out / "profile.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / "profile.md").write_text(findings.page(document, out))

@@ -117,7 +117,7 @@ def page(document: Mapping[str, Any], out: Path) -> str:
         LEGEND,
     ]
     for row in rows:
-        name = slug(Case(**{key: row["case"][key] for key in Case.__dataclass_fields__}))
+        name = slug(Case.of({key: row["case"][key] for key in Case.__dataclass_fields__ if key in row["case"]}))
         pictures = [picture for picture in PICTURES if (out / f"{name}.{picture}.png").exists()]
         if pictures:
             parts.append(f"## {row['case']['name']}")

@@ -30,10 +30,13 @@ class Step:
 
 
 STEPS = {
-    "tests": Step(("pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "--record"), 420),
+    "tests": Step(("pytest", "tests/gpu", "tests/reports", "-q", "-p", "no:cacheprovider", "--record"), 420),
     "sanitize": Step(("perf.sanitize", "--tool", "memcheck", "--tool", "racecheck", "--out"), 540),
     "dense": Step(("perf.bench", "dense", "--out"), 540, ("--quick",)),
     "tail": Step(("perf.bench", "tail", "--out"), 300, ("--quick",)),
+    "window": Step(("perf.bench", "window", "--out"), 120),
+    "varlen": Step(("perf.bench", "varlen", "--out"), 180),
+    "scores": Step(("perf.bench", "scores", "--out"), 180),
     "launch": Step(("perf.bench", "launch", "--out"), 300),
 }
 

@@ -1,14 +1,15 @@
 """Who is measured: fmha and its peers behind one interface. A peer that is not installed is named, not required.
 
-Every candidate gets the same q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]; views in the order it wants are made outside
-the timed call.
+Every candidate gets the same q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D], packed sequences as [T, H, D]; views in the
+order it wants are made outside the timed call.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from perf.suites import Case
 
 OURS = "fmha"
+PLAIN = "plain"  # fmha without what is done to scores
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,36 @@ def _fmha() -> Prepare:
     import fmha
 
     def prepare(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Candidate:
-        return Candidate(lambda: fmha.attention(q, k, v, causal=case.causal), _first)
+        given = scoring(case)
+        if case.packed:
+            cu = starts(case)
+            return Candidate(lambda: fmha.attention_varlen(q, k, v, cu, cu, causal=case.causal, **given), _first)
+        return Candidate(lambda: fmha.attention(q, k, v, causal=case.causal, window=case.window, **given), _first)
 
     return prepare
+
+
+def _plain() -> Prepare:
+    prepare = _fmha()
+    return lambda case, *qkv: prepare(replace(case, score=""), *qkv)
+
+
+def scoring(case: Case, device: str = "cuda") -> dict[str, Any]:
+    """The arguments that change scores, as models have them."""
+    heads = range(1, case.heads_q + 1)
+    if case.score == "softcap":
+        return {"softcap": 30.0}
+    if case.score == "sinks":
+        return {"sinks": torch.linspace(-2, 2, case.heads_q, device=device)}
+    if case.score == "alibi":
+        return {"alibi_slopes": torch.tensor([2.0 ** (-8 * i / case.heads_q) for i in heads], device=device)}
+    return {}
+
+
+def starts(case: Case, device: str = "cuda") -> torch.Tensor:
+    """cu_seqlens of its sequences."""
+    lengths = case.packed or (case.seqlen_q,) * case.batch
+    return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
 
 
 def _sdpa(backend: SDPBackend | None) -> Callable[[], Prepare]:
@@ -82,30 +111,47 @@ def _on_backend(backend: SDPBackend, call: Callable[[], torch.Tensor]) -> Callab
 
 
 def _sdpa_refuses(case: Case) -> str | None:
+    if case.left is not None or case.packed or case.score:
+        return "it has no windows, no packed sequences and nothing for scores"
     if case.causal and case.seqlen_q != case.seqlen_k:
         return "its causal mask is aligned at the top left"
     return None
 
 
 def _flash_attn_4() -> Prepare:
-    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     def prepare(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Candidate:
-        return Candidate(lambda: flash_attn_func(q, k, v, causal=case.causal), _first)
+        if case.packed:
+            cu, longest = starts(case), case.seqlen_q
+            lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+            return Candidate(lambda: flash_attn_varlen_func(q, k, v, causal=case.causal, **lengths), _first)
+        if case.score == "softcap":
+            return Candidate(lambda: flash_attn_func(q, k, v, causal=case.causal, **scoring(case)), _first)
+        if case.left is None:
+            return Candidate(lambda: flash_attn_func(q, k, v, causal=case.causal), _first)
+        return Candidate(lambda: flash_attn_func(q, k, v, window_size=(case.left, 0)), _first)
 
     return prepare
 
 
 def _flash_attn_3() -> Prepare:
-    from fa3_fwd_interface import flash_attn_func
+    from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
 
     def prepare(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Candidate:
-        return Candidate(lambda: flash_attn_func(q, k, v, causal=case.causal), _first)
+        if case.packed:
+            lengths = starts(case), starts(case), case.seqlen_q, case.seqlen_k
+            return Candidate(lambda: flash_attn_varlen_func(q, k, v, *lengths, causal=case.causal), _first)
+        return Candidate(lambda: flash_attn_func(q, k, v, causal=case.causal, **scoring(case)), _first)
 
     return prepare
 
 
 def _flash_attn_3_refuses(case: Case) -> str | None:
+    if case.left is not None:
+        return "this build has no windows"
+    if case.score not in ("", "softcap"):
+        return "it has softcap only"
     return None if case.dtype == "bfloat16" else "this build has bfloat16 only"
 
 
@@ -115,20 +161,29 @@ def _flashinfer() -> Prepare:
 
     def prepare(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Candidate:
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-        starts = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
+        each = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
+        lengths = (starts(case),) * 2 if case.packed else (each * case.seqlen_q, each * case.seqlen_k)
         wrapper.plan(
-            starts * case.seqlen_q,
-            starts * case.seqlen_k,
+            *lengths,
             case.heads_q,
             case.heads_kv,
             case.head_dim,
             causal=case.causal,
+            window_left=-1 if case.left is None else case.left,
             q_data_type=q.dtype,
         )
-        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        flat = [x.flatten(0, -3) for x in (q, k, v)]
         return Candidate(lambda: wrapper.run(*flat), lambda out: out.view(q.shape))
 
     return prepare
+
+
+def _flash_attn_4_refuses(case: Case) -> str | None:
+    return "its sinks are bfloat16, its ALiBi a function of the caller's" if case.score in ("sinks", "alibi") else None
+
+
+def _flashinfer_refuses(case: Case) -> str | None:
+    return "these modules were built for plain scores" if case.score else None
 
 
 PEERS = {
@@ -137,9 +192,10 @@ PEERS = {
         Peer("cudnn", "torch SDPA, cuDNN", "nvidia-cudnn-cu13", _sdpa(SDPBackend.CUDNN_ATTENTION), _sdpa_refuses),
         Peer("flash", "torch SDPA, flash", "torch", _sdpa(SDPBackend.FLASH_ATTENTION), _sdpa_refuses),
         Peer("sdpa", "torch SDPA, its own choice", "torch", _sdpa(None), _sdpa_refuses),
-        Peer("fa4", "flash-attn-4", "flash-attn-4", _flash_attn_4),
+        Peer("fa4", "flash-attn-4", "flash-attn-4", _flash_attn_4, _flash_attn_4_refuses),
         Peer("fa3", "FlashAttention-3", "fa3-fwd", _flash_attn_3, _flash_attn_3_refuses),
-        Peer("flashinfer", "FlashInfer", "flashinfer-python", _flashinfer),
+        Peer("flashinfer", "FlashInfer", "flashinfer-python", _flashinfer, _flashinfer_refuses),
+        Peer(PLAIN, "fmha, plain", "fmha", _plain, lambda case: None if case.score else "nothing is done to scores"),
     )
 }
 

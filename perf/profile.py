@@ -223,8 +223,8 @@ def remember(raw: Path, chosen: Sequence[Case], meta: Mapping[str, Any]) -> None
         shutil.rmtree(raw, ignore_errors=True)
         known = {"meta": {}, "cases": []}
     raw.mkdir(parents=True, exist_ok=True)
-    new = [asdict(case) for case in chosen]
-    listed = [*known["cases"], *(case for case in new if case not in known["cases"])]
+    before = [Case.of(case) for case in known["cases"]]
+    listed = [asdict(case) for case in (*before, *(case for case in chosen if case not in before))]
     path.write_text(json.dumps({"meta": dict(meta), "cases": listed}, indent=1) + "\n")
 
 

@@ -25,6 +25,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 SUITES = {
     "dense": "TFLOP/s of useful work, and how many times as fast as each peer",
     "tail": "Lengths that leave a partial last tile: the same, and the rate as a part of that at the whole length",
+    "window": "Causal sliding windows: TFLOP/s over the pairs that are seen",
+    "varlen": "Packed sequences: 64 with lengths drawn log-uniformly from 128 to 16k, and 1024 of up to 256",
+    "scores": "What softcap, sinks and ALiBi cost: the rate, and its part of the plain kernel's",
     "launch": "What a call costs besides its kernel; less is better, and ratios above 1 mean that fmha takes less",
 }
 CHARTS = {  # what each one shows, for those who cannot see it
@@ -117,6 +120,9 @@ def gpu_numbers(results: series.Results) -> str:
     if tail := results.runs.get("tail"):
         parts += [image("tail", place)] if "tail" in drawn else []
         parts += [f"{SHORT_TAIL}:", tail_table(tail["rows"]), where(tail["meta"])]
+    for suite in ("window", "varlen", "scores"):
+        if run := results.runs.get(suite):
+            parts += [f"{SUITES[suite]}: {summary(run['rows'])}. {where(run['meta'])}"]
     if launch := results.runs.get("launch"):
         parts += [f"{SHORT_LAUNCH}:", launch_table(launch["rows"]), where(launch["meta"])]
     parts.append(f"Every row, with versions and the commands that repeat it: [{place}]({place}/README.md).")
@@ -133,9 +139,9 @@ def tests_line(record: Mapping[str, Any]) -> str:
     outcomes, checked = record["tests"], record["cases"]
     worst = ", ".join(f"{entry['worst_ratio']:.2f} ({dtype})" for dtype, entry in checked.items())
     return (
-        f"`python -m pytest tests/gpu` on an {record['gpu']}, driver {record['driver']}, {record['date']}, sources "
-        f"`{record['source']}`: {outcomes['passed']} passed, {outcomes['failed']} failed, {outcomes['skipped']} "
-        "skipped; "
+        f"`python -m pytest tests/gpu tests/reports` on an {record['gpu']}, driver {record['driver']}, "
+        f"{record['date']}, sources `{record['source']}`: {outcomes['passed']} passed, {outcomes['failed']} failed, "
+        f"{outcomes['skipped']} skipped; "
         f"{sum(entry['checked'] for entry in checked.values())} problems against the float64 oracle, the largest error "
         f"as a multiple of torch's own: {worst}."
     )
@@ -153,6 +159,13 @@ def short_table(rows: Sequence[series.Row]) -> str:
                 rate = "wrong" if "error" in row else show.number(row[OURS])
                 lines.append((name, row["case"]["seqlen_k"], rate, *map(two_digits, ratios)))
     return table(("problem", "S", "TFLOP/s", *(f"{OURS}/{peer}" for peer in peers), f"{OURS}/best"), lines)
+
+
+def summary(rows: Sequence[series.Row]) -> str:
+    """The least and the largest ratio to each peer."""
+    found = {peer: [r for row in rows if (r := show.ratio(row, peer))] for peer in series.peers(rows)}
+    spans_ = (f"{min(ratios):.2f} to {max(ratios):.2f} of {peer}" for peer, ratios in found.items() if ratios)
+    return f"{', '.join(spans_)} ({len(rows)} problems)"
 
 
 def tail_table(rows: Sequence[series.Row]) -> str:

@@ -142,7 +142,7 @@ def commands(results: series.Results) -> str:
     lines = []
     for name, meta in records(results).items():
         if name == "tests.json":
-            lines.append(f"python -m pytest tests/gpu --record {place}/{name}")
+            lines.append(f"python -m pytest tests/gpu tests/reports --record {place}/{name}")
         elif name == "sanitize.json":
             tools = " ".join(f"--tool {tool}" for tool in meta["tools"] if tool != "alone")
             lines.append(f"python -m perf.sanitize {tools} --out {place}/{name}")

@@ -26,6 +26,7 @@ import torch
 
 from fmha import reference
 from perf.bench import TOLERANCE, make_inputs, relative_error
+from perf.peers import scoring, starts
 from perf.suites import Case
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +45,11 @@ CASES = tuple(
     Case(1, 300, 120, 2, 2, 128, True),  # rows and whole tiles that see nothing
     Case(3, 130, 140, 32, 8, 128, False),  # more work tiles than multiprocessors
     Case(1, 130, 260, 2, 1, 72, True, "float16"),  # a padded head dim
+    Case(1, 500, 500, 2, 1, 128, True, left=150),  # a window
+    Case(1, 300, 300, 2, 1, 128, False, score="softcap"),
+    Case(1, 300, 300, 2, 1, 64, True, score="alibi"),
+    Case(4, 270, 270, 2, 1, 64, True, packed=(1, 270, 65, 130)),
+    Case(3, 200, 200, 2, 1, 256, False, packed=(129, 3, 200)),
 )
 
 
@@ -54,10 +60,14 @@ def run_cases() -> int:
     wrong = 0
     for case in CASES:
         qkv = make_inputs(case, "cpu")
-        exact, _ = reference.attention(*qkv, causal=case.causal)
+        cu_seqlens = (starts(case, "cpu"),) * 2 if case.packed else ()
+        given = {"causal": case.causal, "window": case.window, **scoring(case, "cpu")}
+        exact, _ = (reference.attention_varlen if case.packed else reference.attention)(*qkv, *cu_seqlens, **given)
+        attention = fmha.attention_varlen if case.packed else fmha.attention
+        given |= scoring(case)
         for return_lse in (False, True):  # two kernels, up to head dim 192
             out = torch.full_like(qkv[0], POISON).cuda()
-            fmha.attention(*(x.cuda() for x in qkv), causal=case.causal, out=out, return_lse=return_lse)
+            attention(*(x.cuda() for x in (*qkv, *cu_seqlens)), **given, out=out, return_lse=return_lse)
             torch.cuda.synchronize()
             error = relative_error(out.cpu(), exact)
             wrong += error > TOLERANCE

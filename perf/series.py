@@ -33,7 +33,7 @@ PARTS = {
     "spills": ("local",),
 }
 REST = "MMA, waits, rest"
-VARIANT = re.compile(r"[-_]?d(\d+)[-_](dense|causal)([-_]|$)")
+VARIANT = re.compile(r"[-_]?d(\d+)(?:v(\d+))?[-_](dense|causal|window)([-_]|$)")
 TILE = re.compile(r"-(\d+x\d+)$")  # of a kernel that is not for long sequences
 
 
@@ -244,7 +244,7 @@ def measured(rows: Iterable[Row]) -> bool:
 class Loop:
     """The KV loop of one kernel, in instructions for each score that a thread holds, and what the kernel needs."""
 
-    group: str  # head dim and mask
+    group: str  # head dims and mask
     who: str  # fmha, or what the name of a peer's cubin begins with
     parts: Mapping[str, float]
     masked: Number  # the loop over masked tiles, where there is one
@@ -279,7 +279,7 @@ def _loop(who: str | None, name: str, row: Report) -> Loop:
     tile = TILE.search(stem)
     more = ["LSE"] * ("-lse" in stem) + ([tile[1]] if tile else [])
     return Loop(
-        group=", ".join([f"D {variant[1]}", variant[2], *more]) if variant else stem,
+        group=", ".join(["D " + "/".join(filter(None, variant.groups()[:2])), variant[3], *more]) if variant else stem,
         who=who or (stem[: variant.start()] if variant else "") or stem,
         parts=parts,
         masked=row.masked[0] / scores if row.masked else None,

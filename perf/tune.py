@@ -130,9 +130,9 @@ def candidates(target: Target, present: BlockConfig, most: int = MOST) -> list[B
 
 
 def label(config: BlockConfig) -> str:
-    """Its head dim, tile of queries by keys, stages of K and V and of Q, registers, columns of ones, and threshold of
+    """Its head dims, tile of queries by keys, stages of K and V and of Q, registers, columns of ones, and threshold of
     the rescale where that is not the usual one."""
-    tile = f"d{config.head_dim} {config.tile_m}x{config.tile_n} kv{config.stages} q{config.q_stages}"
+    tile = f"{config.dims} {config.tile_m}x{config.tile_n} kv{config.stages} q{config.q_stages}"
     ones = f" ones {config.ones}" if config.ones else ""
     usual = config.rescale_above == BlockConfig.rescale_above
     rescale = "" if usual else f" rescale {config.rescale_above:g}"
@@ -184,7 +184,7 @@ class WrongKernel(RuntimeError):
 
 def bind(target: Target, qkv: Tensors, config: BlockConfig) -> Call:
     """What `fmha.attention` does in a call of the case, with `config` instead of the one that it would take."""
-    plan = planning._plan(*qkv, None, target.case.causal, None, False, config)
+    plan = planning._plan(*qkv, planning.Options(causal=target.case.causal), config=config)
     return lambda: plan(*qkv, None)
 
 

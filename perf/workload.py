@@ -47,7 +47,7 @@ class Kernel:
         self.arch = launch.describe_device(q.device).arch
         self.problem = problem_of(case)
         self.config = config_of(case, self.arch, launch.describe_device(q.device).multiprocessors)
-        self.plan = planning._plan(q, k, v, None, case.causal, None, False)
+        self.plan = planning._plan(q, k, v, planning.Options(causal=case.causal))
         self.object_file = _object_file(self.problem, self.config, self.arch, recorder)
         self.function = compile.load(self.object_file)
         self.out = torch.full_like(q, torch.nan)
@@ -59,7 +59,9 @@ class Kernel:
         plan = self.plan
         addresses = (tensor.data_ptr() for tensor in (*self.qkv, self.out))
         stream = torch.cuda.current_stream(self.out.device).cuda_stream
-        self.function(plan.sizes.address, *addresses, 0, plan.scale_log2, self.buffer.data_ptr(), self.base, stream)
+        factors = plan.scale_log2, plan.cap_factor
+        counter = self.buffer.data_ptr(), self.base
+        self.function(plan.sizes.address, *addresses, 0, 0, 0, *factors, *counter, stream, 0, 0, 0, 0)
         self.base += plan.work_tiles
 
     def record(self) -> bytes:
