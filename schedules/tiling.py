@@ -141,8 +141,9 @@ class BlockConfig:
         return not (lse and self.ones)
 
     def holds(self, score: str) -> bool:
-        """Whether its registers are enough for what is done to scores: 160 are not for softcap and ALiBi together."""
-        return not (self.consumers == 3 and score == "both")
+        """Whether its registers are enough for what is done to scores: 160 are not for softcap and ALiBi together, nor
+        for softcap where a row's maximum and sum are in registers, too."""
+        return self.consumers < 3 or score in ("plain", "alibi") or (score == "softcap" and self.ones > 0)
 
     @property
     def value_slots(self) -> ValueSlots:
