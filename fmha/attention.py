@@ -270,10 +270,7 @@ def _plan(
     score = score_of(softcap is not None, slopes is not None)
     problem = Problem(operands[0].dtype, head_dim, mask, score, 0 if value_dim == head_dim else value_dim, ragged)
     shape = (*batch, rows, heads, value_dim)
-    by_heads, by_sequences = (heads,), (sequences, heads)
-    for name, vector, shapes in (("sinks", sinks, [by_heads]), ("alibi_slopes", slopes, [by_heads, by_sequences])):
-        if vector is not None:
-            check_vector(Operand.of(name, vector), shapes, "float32", operands[0])
+    check_logits(sinks, slopes, sequences, heads, operands[0])
     device = launch.describe_device(q.device)
     if reason := supports(problem, device.arch):
         raise Unsupported(f"{reason} ({operands[0]})")
@@ -296,11 +293,10 @@ def _plan(
     if 0 in q.shape or 0 in v.shape or sequences == 0:
         return Blank(answer, ragged=ragged)
     if config is None:
-        sizes = rows, keys
-        if packed:
-            sizes = max(1, hints[0] or rows // sequences), max(1, hints[1] or keys // sequences)
+        about = [hint or size // sequences for hint, size in zip(hints, (rows, keys), strict=True)]
+        seqlen_q, seqlen_k = (max(1, length) for length in about) if packed else (rows, keys)
         many = sequences * heads, device.multiprocessors
-        extent = Extent(mask, *sizes, *many, options.return_lse, bounds.left, bounds.right)
+        extent = Extent(mask, seqlen_q, seqlen_k, *many, options.return_lse, bounds.left, bounds.right)
         config = pick(problem, device.arch, extent).config
     assert config.serves(options.return_lse), "a kernel with columns of ones writes no LSE"
     q_tiles = -(-rows // config.tile_m) * entries + packed * (sequences + 2)
@@ -462,6 +458,14 @@ def check_factor(name: str, given: Any) -> float:
     if not FLOAT32.tiny <= value * LOG2_E <= FLOAT32.max:
         raise ValueError(f"{name} is {given!r}; a finite positive number is needed, between 1e-38 and 2e38")
     return value
+
+
+def check_logits(sinks: Tensor | None, slopes: Tensor | None, sequences: int, heads: int, q: Operand) -> None:
+    """ValueError if what adds to scores is not one number a head, or a sequence and head."""
+    by_heads, by_sequences = (heads,), (sequences, heads)
+    for name, vector, shapes in (("sinks", sinks, [by_heads]), ("alibi_slopes", slopes, [by_heads, by_sequences])):
+        if vector is not None:
+            check_vector(Operand.of(name, vector), shapes, "float32", q)
 
 
 def check_vector(vector: Operand, shapes: Sequence[tuple[int, ...]], dtype: str, q: Operand) -> None:
