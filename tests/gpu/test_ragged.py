@@ -117,7 +117,7 @@ def test_numbers_that_are_wrong_reach_nothing_else(numbers: list[int]) -> None:
 
 def test_sequences_that_overlap_too_often_are_no_work() -> None:
     """Every second one spans all rows: their tiles together are more than 32 bits count."""
-    count, rows = 400_000, 1 << 21
+    count, rows = 500_000, 1 << 22
     q = torch.zeros((rows, 1, 8), dtype=torch.bfloat16, device="cuda")
     cu = torch.zeros(count + 1, dtype=torch.int32, device="cuda")
     cu[1::2] = rows
