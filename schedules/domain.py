@@ -161,9 +161,14 @@ class Window(Causal):
     def cut(self, q_tile: int, bounds: Bounds) -> Visits:
         """Somebody sees the tiles from the first row's `lo` to the last row's `hi`, and everybody those from the last
         row's `lo` to the first row's `hi`."""
-        n = self.tile_n
         first_row = q_tile * self.tile_m
         last_row = min(first_row + self.tile_m, bounds.seqlen_q) - 1
+        return self.cut_rows(first_row, last_row, bounds)
+
+    @program.jit
+    def cut_rows(self, first_row: int, last_row: int, bounds: Bounds) -> Visits:
+        """The tiles that the queries from `first_row` to `last_row` visit."""
+        n = self.tile_n
         end = (max(0, self.hi(last_row, bounds)) + n - 1) // n
         first = max(0, min(max(0, self.lo(first_row, bounds)) // n, end - 1))
         total = max(1, end - first)
@@ -176,6 +181,15 @@ class Window(Causal):
         place = visits.left + position
         place = place - visits.total if place >= visits.total else place
         return visits.first + place
+
+
+@dataclass(frozen=True)
+class Ascending(Window):
+    """A window whose tiles are visited from the first to the last: LEFT, body, RIGHT. With sides as long as all keys it
+    is any other mask, too."""
+
+    def from_left(self, visits: Visits, position: int) -> int:
+        return visits.first + position
 
 
 DOMAINS: dict[str, type[Dense]] = {"dense": Dense, "causal": Causal, "window": Window}

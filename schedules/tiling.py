@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from schedules.domain import DOMAINS, Bounds
+from schedules.splits import Split
 from schedules.work import RaggedWork
 
 WARPGROUP = 128  # threads
@@ -18,7 +19,7 @@ ONES = 8  # the smallest step of a wgmma's N
 ROWS_PER_WARPGROUP = 64  # M of one wgmma
 SWIZZLE_BYTES = (128, 64, 32)  # of the rows of a block in shared memory
 ELEMENT_BYTES = 2
-POSTED_BYTES = 4 * len(RaggedWork._fields)  # a work tile beside Q, at most
+POSTED_BYTES = 4 * max(len(RaggedWork._fields), len(Split._fields))  # a work tile beside Q, at most
 
 
 @dataclass(frozen=True)
@@ -327,10 +328,27 @@ SM90 = (
 )
 
 TABLES = {"sm_90a": SM90}
+
+# For paged attention of a few queries: one warpgroup of 64 rows attends, one copies. Tiles of 32 KB, as many as fit: what
+# is in flight is to hide the memory's latency. Neither warpgroup gives registers away.
+_ONE = {"consumers": 1, "producer_registers": 248, "consumer_registers": 248}
+_PAGED_REASON = "as many stages as fit beside two Q slots"
+PAGED_SM90 = tuple(
+    Choice(BlockConfig(head_dim, tile_n, stages, q_stages=2, head_dim_v=head_dim_v, **_ONE), _PAGED_REASON)
+    for head_dim, head_dim_v, tile_n, stages in (
+        (64, 0, 128, 6),
+        (128, 64, 64, 7),
+        (128, 0, 64, 6),
+        (192, 128, 64, 4),
+        (192, 0, 32, 7),
+        (256, 0, 32, 5),
+    )
+)
+PAGED_TABLES = {"sm_90a": PAGED_SM90}
 SAMPLED = 6  # Q tiles at most that `predicted_us` looks at: it runs for every new shape of a call
 
 
-def rows(head_dim: int, arch: str, head_dim_v: int = 0) -> tuple[Choice, ...]:
+def rows(head_dim: int, arch: str, head_dim_v: int = 0, paged: bool = False) -> tuple[Choice, ...]:
     """The rows for `head_dim`, of V `head_dim_v` if that is not 0, on `arch`: those of the narrowest tiles that hold
     them. LookupError if there are none."""
 
@@ -338,7 +356,8 @@ def rows(head_dim: int, arch: str, head_dim_v: int = 0) -> tuple[Choice, ...]:
         return row.config.head_dim, row.config.value_dim
 
     needed = head_dim, head_dim_v or head_dim
-    found = [row for row in TABLES[arch] if all(n <= has for n, has in zip(needed, dims(row), strict=True))]
+    table = (PAGED_TABLES if paged else TABLES)[arch]
+    found = [row for row in table if all(n <= has for n, has in zip(needed, dims(row), strict=True))]
     if not found:
         raise LookupError(f"no block config of {arch} holds head dims {needed[0]} and {needed[1]}")
     narrowest = min((dims(row) for row in found), key=sum)

@@ -1,0 +1,446 @@
+"""Runs the role programs of `schedules.decode` on a CPU, as `schedules.simulate` runs those of the forward kernels.
+
+CTAs are simulated one after another, in any order: what they share are the parts of split Q tiles, and counters.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from schedules.decode import Decode, Fetch, PagedRing
+from schedules.domain import Ascending, Bounds, Visits
+from schedules.forward import Slot
+from schedules.machine import Buffer, CountError, Event, Fence, Hazard, Machine, TileError
+from schedules.rings import Counts, NumpyRing, NumpyWorkRing
+from schedules.scores import SCORES, Score, score_of
+from schedules.simulate import COSTS, NumpyAttend, Result
+from schedules.splits import UNLIMITED, Rows, Split, Splitter
+from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
+
+SMALL = BlockConfig(16, tile_n=16, stages=2, q_stages=2, consumers=1, producer_registers=248, consumer_registers=248)
+TILE_M = 16  # rows of a small Q tile
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Global memory: q [B, S, Hq, D] (B is 1 where sequences are packed), pages of K and V [pages, page, Hkv, D], and
+    the outputs. `starts` are those of packed sequences, else None."""
+
+    q: np.ndarray
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    table: np.ndarray  # [sequences, most pages]
+    seq_lens: Sequence[int]
+    starts: Sequence[int] | None
+    scale_log2: float
+    cap_factor: float
+    sinks: np.ndarray | None
+    o: np.ndarray
+    lse: np.ndarray
+    written: np.ndarray  # how often each row of the output was
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[2] // self.k_pages.shape[2]
+
+    @property
+    def page(self) -> int:
+        return self.k_pages.shape[1]
+
+    def rows(self, batch: int) -> Rows:
+        """Packed, two more sequences have the rows of none."""
+        tokens, count = self.q.shape[1], len(self.seq_lens)
+        if self.starts is None:
+            return Rows(batch, 0, tokens, tokens, self.seq_lens[batch])
+        if batch == count:
+            return Rows(0, 0, self.starts[0], 0, 0)
+        if batch > count:
+            return Rows(0, self.starts[-1], tokens - self.starts[-1], 0, 0)
+        start, end = self.starts[batch : batch + 2]
+        return Rows(0, start, end - start, end - start, self.seq_lens[batch])
+
+    @property
+    def sequences(self) -> int:
+        return len(self.seq_lens) + (0 if self.starts is None else 2)
+
+
+@dataclass
+class Part:
+    """What a split has left."""
+
+    o: np.ndarray
+    row_sum: np.ndarray
+    reference: np.ndarray
+    published: bool = False
+
+
+@dataclass
+class Parts:
+    """Of all CTAs, in global memory, and the counters of those that have arrived."""
+
+    left: dict[int, Part] = field(default_factory=dict)
+    counters: dict[int, int] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        for counter, arrived in self.counters.items():
+            if arrived:
+                raise CountError(f"exit: counter {counter} is {arrived}, and not 0 for the next launch")
+
+
+class NumpySplitter(Splitter):
+    """Looks at one sequence after another."""
+
+    def __init__(self, batch: Batch, domain: Ascending, tile_m: int, sides: tuple[int, int], splits: int, ctas: int):
+        self.batch, self.domain, self.tile_m = batch, domain, tile_m
+        self.heads, self.group = batch.k_pages.shape[2], batch.group
+        self.left, self.right = sides
+        self.splits, self.ctas = splits, ctas
+        self.cta = 0
+
+    def rows(self, batch: int) -> Rows:
+        return self.batch.rows(batch)
+
+    def total(self) -> int:
+        return sum(self.units(batch) for batch in range(self.batch.sequences))
+
+    def seek(self, unit: int) -> tuple[int, int]:
+        base = 0
+        for batch in range(self.batch.sequences):
+            units = self.units(batch)
+            if unit < base + units:
+                return batch, base
+            base += units
+        raise IndexError(unit)
+
+
+class NumpyPagedRing(NumpyRing, PagedRing):
+    """A ring whose slots asynchronous copies of single rows fill: done when all have landed, and not counted in bytes.
+
+    A wait orders them before what the waiting role does next.
+    """
+
+    pages: np.ndarray  # of K or V
+    cta: DecodeCta
+
+    def gather(self, slot: Slot, split: Split, position: int, pages: Any) -> None:
+        here = self.at(slot)
+        self.machine.op(f"issue load {here.name}", position)
+        self.check_released(here)
+        here.owed, here.readers = set(self.consumers), set()
+        tile = self.cta.domain.tile(self.cta.visits(split), position)
+        here.buffer.tile, here.buffer.work = tile, split
+        if pages is None or pages[0] != (split, position):
+            self.machine.fail(TileError, f"the pages looked up are those of {pages and pages[0]}")
+        rows = np.zeros_like(here.buffer.data)
+        batch, n = self.cta.batch, self.cta.config.tile_n
+        for row, (page, key) in enumerate(zip(pages[1], range(tile * n, tile * n + n), strict=True)):
+            if page is not None:
+                found = self.pages[page, key % batch.page, split.head]
+                rows[row, : len(found)] = found
+        self._copy(here, rows)
+
+    def _copy(self, here: Any, rows: np.ndarray) -> None:
+        buffer = here.buffer
+
+        def effect() -> None:
+            buffer.data[:] = rows
+            self.machine.retire([flight])
+
+        flight = self.machine.issue("tma", f"load {buffer.name}", buffer.tile, effect, writes=[buffer])
+        here.flight = flight
+        buffer.data[:] = math.nan
+
+    def commit(self, slot: Slot) -> None:
+        """Each thread arrives when its copies have landed."""
+        here = self.at(slot)
+        self.machine.op(f"commit {here.name}")
+        here.posted, here.draft = here.draft or here.posted, None
+        flight, full, arrivals = getattr(here, "flight", None), here.full, self.counts.full_arrivals
+        here.flight = None
+        if flight is None or flight.landed:
+            full.arrive(arrivals)
+            return
+        landed = flight.effect
+
+        def effect() -> None:
+            landed()
+            full.arrive(arrivals)
+
+        flight.effect = effect
+
+
+class NumpyPagedWorkRing(NumpyPagedRing, NumpyWorkRing):
+    """The ring of Q."""
+
+    kept = False
+
+    def load(self, slot: Slot, work: Split, tile: int) -> None:
+        here = self.at(slot)
+        self.machine.op(f"issue load {here.name}", tile)
+        self.check_released(here)
+        here.owed, here.readers = set(self.consumers), set()
+        here.buffer.tile, here.buffer.work = tile, work
+        rows, batch = np.zeros_like(here.buffer.data), self.cta.batch
+        for row, (token, head) in enumerate(self.cta.queries(work)):
+            if token < work.seqlen_q:
+                found = batch.q[work.entry, work.start_q + token, head]
+                rows[row, : len(found)] = found
+        self._copy(here, rows)
+        here.issued = 1
+
+    def commit(self, slot: Slot) -> None:
+        here = self.at(slot)
+        if not here.issued:  # only a split that is not valid
+            here.owed, here.readers = set(self.consumers), set()
+            here.buffer.work = here.draft
+        super().commit(slot)
+        here.issued = 0
+
+
+class NumpyFetch(Fetch):
+    """The producer warpgroup."""
+
+    def __init__(self, cta: DecodeCta) -> None:
+        self.cta = cta
+        self.q, self.k, self.v = cta.q, cta.k, cta.v
+        self.splitter = cta.splitter
+
+    def pages(self, split: Split, position: int) -> Any:
+        """Of each key of the tile, None where nobody sees it."""
+        self.cta.machine.op("pages", position)
+        cta, n = self.cta, self.cta.config.tile_n
+        visits = cta.visits(split)
+        tile = cta.domain.tile(visits, position)
+        found: list[int | None] = []
+        bounds = cta.splitter.bounds(split)
+        tokens = [token for token, _ in cta.queries(split) if token < split.seqlen_q]
+        for key in range(tile * n, tile * n + n):
+            seen = tokens and cta.domain.lo(tokens[0], bounds) <= key < cta.domain.hi(tokens[-1], bounds)
+            inside = split.begin <= position < split.end
+            found.append(int(cta.batch.table[split.batch, key // cta.batch.page]) if seen and inside else None)
+        return (split, position), found
+
+
+class NumpyDecode(Decode, NumpyAttend):
+    """The consumer warpgroup."""
+
+    q: NumpyPagedWorkRing
+    k: NumpyPagedRing  # type: ignore[assignment]
+    v: NumpyPagedRing  # type: ignore[assignment]
+
+    def __init__(self, cta: DecodeCta) -> None:
+        NumpyAttend.__init__(self, cta, 0)  # type: ignore[arg-type]
+        self.splitter = cta.splitter
+        self.sinks = np.zeros((cta.rows, 1))
+
+    def visits(self, split: Split) -> Visits:  # type: ignore[override]
+        return Decode.visits(self, split)
+
+    def queries(self, work: Split) -> np.ndarray:  # type: ignore[override]
+        return np.array([token for token, _ in self.cta.queries(work)])
+
+    def take_up(self, work: Split) -> None:  # type: ignore[override]
+        self.machine.op("take_up")
+        sinks = self.cta.batch.sinks
+        for row, (_, head) in enumerate(self.cta.queries(work)):
+            self.sinks[row] = -math.inf if sinks is None else sinks[head]
+
+    def write(self, split: Split) -> None:
+        self.machine.op("write")
+        self.machine.touch(reads=[self.o])
+        self._check_tiles(split)
+        self._output(split, self.o.data, self.row_sum, self.reference)
+
+    def _check_tiles(self, split: Split) -> None:
+        first = self.cta.visits(split).first
+        wanted = list(range(first + split.begin, first + split.end))
+        for mma in ("QK", "PV"):
+            if (tiles := self.seen[mma, split]) != wanted:
+                self.machine.fail(TileError, f"{mma} visited the tiles {tiles}, not {wanted}")
+
+    def _output(self, split: Split, o: np.ndarray, row_sum: np.ndarray, reference: np.ndarray) -> None:
+        batch = self.cta.batch
+        sink = self.sinks * math.log2(math.e)
+        largest = np.fmax(reference, sink)
+        shrink = np.exp2(reference - largest)
+        weights = row_sum * shrink + np.exp2(sink - largest)
+        lo, hi = self.limits(split)
+        for row, (token, head) in enumerate(self.cta.queries(split)):
+            if token >= split.rows:
+                continue
+            at = split.entry, split.start_q + token, head
+            batch.written[at] += 1
+            blind = hi[row, 0] <= max(lo[row, 0], 0) or token >= split.seqlen_q
+            batch.o[at] = 0 if blind else (o[row] * shrink[row] / weights[row])[: batch.o.shape[3]]
+            sunk = -math.inf if token >= split.seqlen_q else self.sinks[row, 0]
+            batch.lse[at] = sunk if blind else (largest[row, 0] + math.log2(weights[row, 0])) * math.log(2)
+
+    def write_part(self, split: Split) -> None:
+        self.machine.op("write_part")
+        self.machine.touch(reads=[self.o])
+        self._check_tiles(split)
+        parts = self.cta.parts
+        if split.part in parts.left:
+            self.machine.fail(Hazard, f"part {split.part} is still there")
+        parts.left[split.part] = Part(self.o.data.copy(), self.row_sum.copy(), self.reference.copy())
+
+    def publish(self) -> None:
+        self.machine.op("publish")
+        for part in self.cta.parts.left.values():
+            part.published = True
+
+    def arrive(self, split: Split) -> bool:
+        self.machine.op("arrive")
+        counters = self.cta.parts.counters
+        counters[split.counter] = counters.get(split.counter, 0) + 1
+        return counters[split.counter] == split.parts
+
+    def merge(self, split: Split) -> None:
+        self.machine.op("merge")
+        parts = self.cta.parts
+        at = [self.splitter.part(split, index) for index in range(split.parts)]
+        for place in at:
+            if place not in parts.left or not parts.left[place].published:
+                self.machine.fail(Hazard, f"part {place} is not there yet")
+        found = [parts.left.pop(place) for place in at]
+        reference = np.maximum.reduce([part.reference for part in found])
+        shrink = [np.exp2(part.reference - reference) for part in found]
+        o = sum(part.o * by for part, by in zip(found, shrink, strict=True))
+        row_sum = sum(part.row_sum * by for part, by in zip(found, shrink, strict=True))
+        self._output(split, o, row_sum, reference)
+        parts.counters[split.counter] = 0
+
+
+class DecodeCta:
+    """The roles of one CTA, their shared memory and their barriers. Tests break one of them at a time."""
+
+    RING: type[NumpyPagedRing] = NumpyPagedRing
+    WORK_RING: type[NumpyPagedWorkRing] = NumpyPagedWorkRing
+    FETCH: type[NumpyFetch] = NumpyFetch
+    DECODE: type[NumpyDecode] = NumpyDecode
+
+    def __init__(
+        self, batch: Batch, splitter: NumpySplitter, parts: Parts, score: Score, config: BlockConfig, machine: Machine
+    ) -> None:
+        from schedules.rings import Turnstile
+
+        self.batch, self.tensors, self.splitter, self.parts = batch, batch, splitter, parts
+        self.domain, self.score, self.config, self.machine = splitter.domain, score, config, machine
+        self.rows = splitter.tile_m
+        self.names = ["decode"]
+        self.turnstile = Turnstile(machine, self.names, 2 * WARPGROUP)
+        dims, value_dims = config.head_dim, config.value_dim
+        self.q = [self._ring(self.WORK_RING, "Q", config.q_stages, self.rows, dims)]
+        self.k = self._ring(self.RING, "K", config.stages, config.tile_n, dims)
+        self.v = self._ring(self.RING, "V", config.stages, config.tile_n, value_dims)
+        self.k.pages, self.v.pages = batch.k_pages, batch.v_pages
+        self.decode = self.DECODE(self)
+        self.q = self.q[0]
+        self.fetch = self.FETCH(self)
+
+    def _ring(self, kind: Any, name: str, stages: int, rows: int, dims: int) -> Any:
+        buffers = [Buffer(f"{name}[{i}]", np.full((rows, dims), math.nan), Fence.PROXY) for i in range(stages)]
+        releasing = WARPGROUP if issubclass(kind, NumpyWorkRing) else WARPGROUP // 32
+        posting = issubclass(kind, NumpyWorkRing)  # one more arrival, for what is posted
+        counts = Counts(WARPGROUP + posting, rows * dims * ELEMENT_BYTES, releasing, releasing)
+        ring = kind(self.machine, name, buffers, None, 0, self.names, counts)
+        ring.cta = self
+        return ring
+
+    def bounds(self, split: Split) -> Bounds:
+        return self.splitter.bounds(split)
+
+    def visits(self, split: Split) -> Visits:
+        return self.splitter.visits(split, split.q_tile)
+
+    def queries(self, split: Split) -> list[tuple[int, int]]:
+        """(query, head) of each row of a Q tile."""
+        rows = range(split.q_tile * self.rows, (split.q_tile + 1) * self.rows)
+        return [(row // self.batch.group, split.head * self.batch.group + row % self.batch.group) for row in rows]
+
+    def run(self) -> None:
+        def decode() -> None:
+            self.decode.begin()
+            with np.errstate(all="ignore"):
+                self.decode.run()
+
+        self.machine.spawn("fetch", self.fetch.run)
+        self.machine.spawn("decode", decode)
+        self.machine.run()
+        for ring in (self.q, self.k, self.v):
+            ring.settle()
+
+
+def paged(
+    q: np.ndarray,
+    k_pages: np.ndarray,
+    v_pages: np.ndarray,
+    page_table: np.ndarray,
+    seq_lens: Sequence[int],
+    *,
+    cu_seqlens_q: Sequence[int] | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
+    splits: int = 0,
+    config: BlockConfig = SMALL,
+    multiprocessors: int = 3,
+    seed: int = 0,
+    policy: str = "random",
+    cta: type[DecodeCta] = DecodeCta,
+) -> Result:
+    """Paged attention by the role programs of `schedules.decode`, on a CPU.
+
+    q [B, Sq, Hq, D], or [T, Hq, D] with `cu_seqlens_q`; pages [pages, page, Hkv, D]; the rest is as in
+    `fmha.attention_paged`, `splits` 0 being its None. o is like q, lse [B, Sq, Hq] or [T, Hq].
+    """
+    q4 = np.asarray(q if cu_seqlens_q is None else q[None], np.float64)
+    factor = q4.shape[3] ** -0.5 if scale is None else scale
+    o = np.full((*q4.shape[:3], v_pages.shape[3]), math.nan)
+    batch = Batch(
+        q4,
+        np.asarray(k_pages, np.float64),
+        np.asarray(v_pages, np.float64),
+        page_table,
+        seq_lens,
+        cu_seqlens_q,
+        (factor if softcap is None else softcap) * math.log2(math.e),
+        1.0 if softcap is None else factor / softcap,
+        sinks,
+        o,
+        np.full(o.shape[:3], math.nan),
+        np.zeros(o.shape[:3], int),
+    )
+    splitter_of = lambda: NumpySplitter(  # noqa: E731
+        batch, Ascending(TILE_M, config.tile_n), TILE_M, sides(causal, window), splits, multiprocessors
+    )
+    parts, trace = Parts(), list[Event]()
+    order = list(range(multiprocessors))
+    random.Random(seed).shuffle(order)
+    for index in order:
+        splitter = splitter_of()
+        splitter.cta = index
+        machine = Machine(policy, seed, index, COSTS)
+        cta(batch, splitter, parts, SCORES[score_of(softcap is not None, False)], config, machine).run()
+        trace += machine.trace
+    parts.settle()
+    for at in np.argwhere(batch.written != 1)[:1]:
+        raise CountError(f"exit: row {tuple(at)} was written {batch.written[tuple(at)]} times")
+    return Result(o, batch.lse, trace) if cu_seqlens_q is None else Result(o[0], batch.lse[0], trace)
+
+
+def sides(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]:
+    """How many keys before and behind its own a query sees."""
+    left, right = window
+    right = UNLIMITED if right is None else right
+    left = UNLIMITED if left is None else left
+    limit = lambda side: max(-UNLIMITED, min(side, UNLIMITED))  # noqa: E731
+    return limit(left), limit(min(right, 0) if causal else right)

@@ -1,0 +1,217 @@
+"""How the KV tiles of a paged batch are split over the CTAs.
+
+Decoding reads every key and value once for a few queries, so what counts is that all multiprocessors read at the same
+time and end at the same time. The tiles of all Q tiles stand in one line of `units`, sequence by sequence, head by
+head, and every CTA gets as many of them as the others, give or take one: a `Split` is what a CTA has of a Q tile. It
+may be all of it. Otherwise each split leaves a part, and the CTA that is the last to do so merges them.
+
+With a fixed number of splits a unit is a split, whose tiles depend on nothing but the Q tile: then a row of the output
+has the same bits whatever else is in the batch.
+
+The lengths are on the device, and every CTA works its share out for itself (`Splitter`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from schedules import program
+from schedules.domain import Ascending, Bounds, Visits
+
+UNLIMITED = 1 << 29  # of a window's sides, and of lengths: three of them are added up in 32 bits
+
+
+class Rows(NamedTuple):
+    """The queries of a sequence, and how many keys it has."""
+
+    entry: int  # of q's batch mode
+    start_q: int
+    rows: int  # of the output
+    seqlen_q: int  # those of them that are queries: all, or none
+    seqlen_k: int
+
+
+class Share(NamedTuple):
+    """What the CTAs have of the units: `each` of them so many, and the first `more` one more; and what this one has."""
+
+    each: int
+    more: int
+    begin: int
+    end: int
+
+
+class Split(NamedTuple):
+    """What a CTA attends to at a time: a Q tile, of the queries of all heads that share a KV head, and of the tiles
+    that it visits those from position `begin` up to `end`. With `valid` 0 there is none.
+
+    A Q tile's row `r` is query `r // group` and, of the heads of the group, `r % group`.
+    """
+
+    batch: int  # the sequence
+    head: int  # of K and V
+    q_tile: int
+    valid: int
+    entry: int
+    start_q: int
+    rows: int
+    seqlen_q: int
+    seqlen_k: int
+    begin: int
+    end: int
+    parts: int  # that the Q tile is split into
+    part: int  # where this one's is kept, among those of all CTAs
+    first: int  # and that of the Q tile's first split
+    counter: int  # of those that have left a part
+    until: int  # one past its last unit
+    base: int  # the first unit of its sequence
+
+
+class Splitter(ABC):
+    """Deals the units out. What a role carries are its `Share` and its `Split`."""
+
+    domain: Ascending
+    tile_m: int
+    heads: int  # of K and V
+    group: int  # heads of Q that share one
+    left: int  # `schedules.domain.Bounds`
+    right: int
+    splits: int  # of every Q tile; 0: as its share of the CTAs has it
+    ctas: int
+    cta: int
+
+    @abstractmethod
+    def rows(self, batch: int) -> Rows:
+        """Of sequence `batch`."""
+
+    @abstractmethod
+    def total(self) -> int:
+        """The units of all sequences."""
+
+    @abstractmethod
+    def seek(self, unit: int) -> tuple[int, int]:
+        """The sequence that has it, and that one's first unit."""
+
+    @program.jit
+    def share(self) -> Share:
+        total = self.total()
+        ctas = max(1, min(self.ctas, total))
+        each = total // ctas
+        more = total - each * ctas
+        begin = self.share_begin(self.cta, each, more)
+        end = self.share_begin(self.cta + 1, each, more)
+        return Share(each, more, begin, end if self.cta < ctas and total > 0 else begin)
+
+    @program.jit
+    def share_begin(self, cta: int, each: int, more: int) -> int:
+        return cta * each + min(cta, more)
+
+    @program.jit
+    def owner(self, unit: int, share: Share) -> int:
+        """The CTA that has it."""
+        long = share.more * (share.each + 1)
+        short = share.more + max(0, unit - long) // max(1, share.each)
+        return unit // (share.each + 1) if unit < long else short
+
+    @program.jit
+    def bounds(self, rows: Rows) -> Bounds:
+        return Bounds(rows.seqlen_q, rows.seqlen_k, self.left, self.right)
+
+    @program.jit
+    def visits(self, rows: Rows | Split, q_tile: int) -> Visits:
+        """The KV tiles of a Q tile."""
+        first = q_tile * self.tile_m // self.group
+        last = min((q_tile * self.tile_m + self.tile_m - 1) // self.group, rows.seqlen_q - 1)
+        return self.domain.cut_rows(first, last, self.bounds(rows))
+
+    @program.jit
+    def span(self, rows: Rows) -> Visits:
+        """Those of all of a sequence's queries."""
+        return self.domain.cut_rows(0, rows.seqlen_q - 1, self.bounds(rows))
+
+    @program.jit
+    def q_tiles(self, rows: Rows) -> int:
+        return (rows.rows * self.group + self.tile_m - 1) // self.tile_m
+
+    @program.jit
+    def width(self, rows: Rows) -> int:
+        """Units of a Q tile: the same for all of a sequence's."""
+        return self.splits if self.splits > 0 else self.span(rows).total
+
+    @program.jit
+    def units(self, batch: int) -> int:
+        rows = self.rows(batch)
+        return self.width(rows) * self.q_tiles(rows) * self.heads
+
+    @program.jit
+    def first(self, share: Share) -> Split:
+        split = self.none()
+        if share.begin < share.end:
+            batch, base = self.seek(share.begin)
+            split = self.cut(share, share.begin, batch, base)
+        return split
+
+    @program.jit
+    def next(self, share: Share, split: Split) -> Split:
+        unit, batch, base = split.until, split.batch, split.base
+        following = self.none()
+        if unit < share.end:
+            units = self.units(batch)
+            while unit >= base + units:
+                base = base + units
+                batch = batch + 1
+                units = self.units(batch)
+            following = self.cut(share, unit, batch, base)
+        return following
+
+    def none(self) -> Split:
+        return Split(*[0] * len(Split._fields))
+
+    @program.jit
+    def cut(self, share: Share, unit: int, batch: int, base: int) -> Split:
+        """What begins with `unit`, which is of sequence `batch`."""
+        rows = self.rows(batch)
+        span, width = self.span(rows), self.width(rows)
+        q_tiles = self.q_tiles(rows)
+        q_row = (unit - base) // width
+        at = (unit - base) - q_row * width
+        until = at + 1 if self.splits > 0 else min(width, at + share.end - unit)
+        row_begin = unit - at
+        head = q_row // q_tiles
+        q_tile = q_row - head * q_tiles
+
+        begin = span.total * at // width if self.splits > 0 else at
+        end = span.total * until // width if self.splits > 0 else until
+        visits = self.visits(rows, q_tile)
+        begin = max(begin + span.first - visits.first, 0)
+        end = min(end + span.first - visits.first, visits.total)
+        empty = end <= begin  # one tile then, behind all keys
+        begin = visits.total if empty else begin
+        end = visits.total + 1 if empty else end
+
+        counter, parts, part, first = row_begin // width, width, unit, row_begin
+        if self.splits == 0:
+            counter = self.owner(row_begin, share)
+            parts = self.owner(row_begin + width - 1, share) - counter + 1
+            part = 2 * self.cta + (0 if unit == share.begin else 1)
+            first = 2 * counter + (
+                0 if self.share_begin(counter, share.each, share.more) == row_begin else 1
+            )
+        return Split(
+            batch, head, q_tile, 1, *rows, begin, end, parts, part, first, counter, unit + until - at, base
+        )  # fmt: skip
+
+    @program.jit
+    def part(self, split: Split, index: int) -> int:
+        """Where the part of the Q tile's split `index` is: of a CTA, its first split's is before its last one's."""
+        shared = split.first if index == 0 else 2 * (split.counter + index)
+        return split.first + index if self.splits > 0 else shared
+
+
+def parts_needed(ctas: int, q_rows: int, splits: int) -> int:
+    """Parts at most, of so many Q tiles."""
+    return q_rows * splits if splits else 2 * ctas
+
+
+def counters_needed(ctas: int, q_rows: int, splits: int) -> int:
+    return q_rows if splits else ctas
