@@ -3,14 +3,17 @@
 from fmha.attention import attention, attention_varlen
 from fmha.jit.library import inspect, warmup
 from fmha.merge import merge
-from fmha.problem import Problem, Unsupported, supports
+from fmha.paged import attention_paged
+from fmha.problem import PagedProblem, Problem, Unsupported, supports
 from schedules.tiling import Extent
 
 __all__ = [
     "Extent",
+    "PagedProblem",
     "Problem",
     "Unsupported",
     "attention",
+    "attention_paged",
     "attention_varlen",
     "inspect",
     "merge",

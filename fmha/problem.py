@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from schedules.scores import SCORES
-from schedules.tiling import TABLES, BlockConfig
+from schedules.tiling import PAGED_TABLES, TABLES, BlockConfig
 
 DTYPES = ("bfloat16", "float16")
 MASKS = ("dense", "causal", "window")
+PAGED_LAYOUTS = ("rows", "vllm")
+PAGED_SCORES = ("plain", "softcap")
 HEAD_DIM_MULTIPLE = 8  # elements: rows are then multiples of the 16 bytes that TMA addresses
 
 ARCHITECTURES = {"sm_90a": "Hopper"}  # those with a table of block configs and a folder of kernels
@@ -49,7 +51,7 @@ class Problem:
         return self.head_dim_v or self.head_dim
 
 
-def supports(problem: Problem, arch: str) -> str | None:
+def supports(problem: AnyProblem, arch: str) -> str | None:
     """Why no kernel for `arch` (such as "sm_90a") computes `problem`, or None if one does.
 
     The one place that knows: errors, the support table and test skips all ask here.
@@ -64,17 +66,45 @@ def supports(problem: Problem, arch: str) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.value_dim)):
         if dim % HEAD_DIM_MULTIPLE or not 0 < dim <= widest:
             return f"{name} {dim}: multiples of {HEAD_DIM_MULTIPLE} up to {widest} only"
-    if problem.mask not in MASKS:
-        return f"mask {problem.mask!r}: {_either(map(repr, MASKS))} only"
-    if problem.score not in SCORES:
-        return f"score {problem.score!r}: {_either(map(repr, SCORES))} only"
+    if isinstance(problem, PagedProblem):
+        allowed = {"score": PAGED_SCORES, "layout": PAGED_LAYOUTS}
+    else:
+        allowed = {"mask": MASKS, "score": tuple(SCORES)}
+    for name, values in allowed.items():
+        if (given := getattr(problem, name)) not in values:
+            return f"{name} {given!r}: {_either(map(repr, values))} only"
     return None
+
+
+@dataclass(frozen=True)
+class PagedProblem:
+    """The same of a call of `fmha.attention_paged`, whose kernels serve every mask.
+
+    dtype     of q, the pages and the output: "bfloat16" or "float16"
+    head_dim  D, in elements: a multiple of 8 up to 256
+    score     "plain" or "softcap"
+    head_dim_v  of V's pages and the output, likewise; 0 where it is that of q and K
+    layout    "rows", for those of `fmha.paging.LAYOUTS` in which a key's elements are side by side, or "vllm"
+    """
+
+    dtype: str
+    head_dim: int
+    score: str = "plain"
+    head_dim_v: int = 0
+    layout: str = "rows"
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+
+AnyProblem = Problem | PagedProblem
 
 
 class Variant(NamedTuple):
     """What a kernel is compiled from. A problem has one for each block config of its head dim."""
 
-    problem: Problem
+    problem: AnyProblem
     config: BlockConfig
 
 
@@ -98,6 +128,17 @@ def variants(arch: str, scores: Sequence[str] = ("plain",), ragged: Sequence[boo
 def every_variant(arch: str) -> tuple[Variant, ...]:
     """The whole table of features."""
     return variants(arch, tuple(SCORES), (False, True))
+
+
+def paged_variants(arch: str) -> tuple[Variant, ...]:
+    """The kernels of `fmha.attention_paged`."""
+    return tuple(
+        Variant(PagedProblem(dtype, row.config.head_dim, score, row.config.head_dim_v, layout), row.config)
+        for layout in PAGED_LAYOUTS
+        for score in PAGED_SCORES
+        for dtype in DTYPES
+        for row in PAGED_TABLES[arch]
+    )
 
 
 def _either(names) -> str:

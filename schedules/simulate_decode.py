@@ -20,7 +20,7 @@ from schedules.machine import Buffer, CountError, Event, Fence, Hazard, Machine,
 from schedules.rings import Counts, NumpyRing, NumpyWorkRing
 from schedules.scores import SCORES, Score, score_of
 from schedules.simulate import COSTS, NumpyAttend, Result
-from schedules.splits import UNLIMITED, Rows, Split, Splitter
+from schedules.splits import Rows, Split, Splitter, sides
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
 
 SMALL = BlockConfig(16, tile_n=16, stages=2, q_stages=2, consumers=1, producer_registers=248, consumer_registers=248)
@@ -96,10 +96,10 @@ class Parts:
 class NumpySplitter(Splitter):
     """Looks at one sequence after another."""
 
-    def __init__(self, batch: Batch, domain: Ascending, tile_m: int, sides: tuple[int, int], splits: int, ctas: int):
+    def __init__(self, batch: Batch, domain: Ascending, tile_m: int, limits: tuple[int, int], splits: int, ctas: int):
         self.batch, self.domain, self.tile_m = batch, domain, tile_m
         self.heads, self.group = batch.k_pages.shape[2], batch.group
-        self.left, self.right = sides
+        self.left, self.right = limits
         self.splits, self.ctas = splits, ctas
         self.cta = 0
 
@@ -133,7 +133,7 @@ class NumpyPagedRing(NumpyRing, PagedRing):
         self.machine.op(f"issue load {here.name}", position)
         self.check_released(here)
         here.owed, here.readers = set(self.consumers), set()
-        tile = self.cta.domain.tile(self.cta.visits(split), position)
+        tile = split.tile + position
         here.buffer.tile, here.buffer.work = tile, split
         if pages is None or pages[0] != (split, position):
             self.machine.fail(TileError, f"the pages looked up are those of {pages and pages[0]}")
@@ -215,15 +215,11 @@ class NumpyFetch(Fetch):
         """Of each key of the tile, None where nobody sees it."""
         self.cta.machine.op("pages", position)
         cta, n = self.cta, self.cta.config.tile_n
-        visits = cta.visits(split)
-        tile = cta.domain.tile(visits, position)
+        tile = split.tile + position
         found: list[int | None] = []
-        bounds = cta.splitter.bounds(split)
-        tokens = [token for token, _ in cta.queries(split) if token < split.seqlen_q]
         for key in range(tile * n, tile * n + n):
-            seen = tokens and cta.domain.lo(tokens[0], bounds) <= key < cta.domain.hi(tokens[-1], bounds)
-            inside = split.begin <= position < split.end
-            found.append(int(cta.batch.table[split.batch, key // cta.batch.page]) if seen and inside else None)
+            seen = split.first_key <= key < split.end_key and split.begin <= position < split.end
+            found.append(int(cta.batch.table[split.batch, key // cta.batch.page]) if seen else None)
         return (split, position), found
 
 
@@ -420,7 +416,7 @@ def paged(
         np.zeros(o.shape[:3], int),
     )
     splitter_of = lambda: NumpySplitter(  # noqa: E731
-        batch, Ascending(TILE_M, config.tile_n), TILE_M, sides(causal, window), splits, multiprocessors
+        batch, Ascending(TILE_M, config.tile_n), TILE_M, sides(causal, *window), splits, multiprocessors
     )
     parts, trace = Parts(), list[Event]()
     order = list(range(multiprocessors))
@@ -435,12 +431,3 @@ def paged(
     for at in np.argwhere(batch.written != 1)[:1]:
         raise CountError(f"exit: row {tuple(at)} was written {batch.written[tuple(at)]} times")
     return Result(o, batch.lse, trace) if cu_seqlens_q is None else Result(o[0], batch.lse[0], trace)
-
-
-def sides(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]:
-    """How many keys before and behind its own a query sees."""
-    left, right = window
-    right = UNLIMITED if right is None else right
-    left = UNLIMITED if left is None else left
-    limit = lambda side: max(-UNLIMITED, min(side, UNLIMITED))  # noqa: E731
-    return limit(left), limit(min(right, 0) if causal else right)

@@ -57,6 +57,9 @@ class Split(NamedTuple):
     rows: int
     seqlen_q: int
     seqlen_k: int
+    tile: int  # at position 0
+    first_key: int  # that a query of the Q tile sees
+    end_key: int  # one past the last
     begin: int
     end: int
     parts: int  # that the Q tile is split into
@@ -118,10 +121,16 @@ class Splitter(ABC):
         return Bounds(rows.seqlen_q, rows.seqlen_k, self.left, self.right)
 
     @program.jit
+    def queries(self, rows: Rows | Split, q_tile: int) -> tuple[int, int]:
+        """The first and the last query of a Q tile."""
+        first = q_tile * self.tile_m // self.group
+        last = (q_tile * self.tile_m + self.tile_m - 1) // self.group
+        return first, min(last, rows.seqlen_q - 1)
+
+    @program.jit
     def visits(self, rows: Rows | Split, q_tile: int) -> Visits:
         """The KV tiles of a Q tile."""
-        first = q_tile * self.tile_m // self.group
-        last = min((q_tile * self.tile_m + self.tile_m - 1) // self.group, rows.seqlen_q - 1)
+        first, last = self.queries(rows, q_tile)
         return self.domain.cut_rows(first, last, self.bounds(rows))
 
     @program.jit
@@ -182,7 +191,9 @@ class Splitter(ABC):
 
         begin = span.total * at // width if self.splits > 0 else at
         end = span.total * until // width if self.splits > 0 else until
-        visits = self.visits(rows, q_tile)
+        visits, bounds = self.visits(rows, q_tile), self.bounds(rows)
+        first_query, last_query = self.queries(rows, q_tile)
+        first_key, end_key = max(self.domain.lo(first_query, bounds), 0), self.domain.hi(last_query, bounds)
         begin = max(begin + span.first - visits.first, 0)
         end = min(end + span.first - visits.first, visits.total)
         empty = end <= begin  # one tile then, behind all keys
@@ -194,11 +205,10 @@ class Splitter(ABC):
             counter = self.owner(row_begin, share)
             parts = self.owner(row_begin + width - 1, share) - counter + 1
             part = 2 * self.cta + (0 if unit == share.begin else 1)
-            first = 2 * counter + (
-                0 if self.share_begin(counter, share.each, share.more) == row_begin else 1
-            )
+            first = 2 * counter + (0 if self.share_begin(counter, share.each, share.more) == row_begin else 1)
+        place = visits.first, first_key, end_key, begin, end
         return Split(
-            batch, head, q_tile, 1, *rows, begin, end, parts, part, first, counter, unit + until - at, base
+            batch, head, q_tile, 1, *rows, *place, parts, part, first, counter, unit + until - at, base
         )  # fmt: skip
 
     @program.jit
@@ -215,3 +225,11 @@ def parts_needed(ctas: int, q_rows: int, splits: int) -> int:
 
 def counters_needed(ctas: int, q_rows: int, splits: int) -> int:
     return q_rows if splits else ctas
+
+
+def sides(causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
+    """How many keys before and behind its own a query sees, with a window (`left`, `right`), None for all of them."""
+    right = UNLIMITED if right is None else right
+    left = UNLIMITED if left is None else left
+    right = min(right, 0) if causal else right
+    return max(-UNLIMITED, min(left, UNLIMITED)), max(-UNLIMITED, min(right, UNLIMITED))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 STRIDE_ELEMENTS = 8  # strides other than the last, which is 1, are multiples of it: 16 bytes
@@ -30,6 +30,14 @@ SIZES = (
     *NUMBERS,
 )
 
+# Of paged attention. "outer" is the step of a batch entry, or of a page; "chunk" that of 8 elements of a row. Packed
+# sequences are two more, for the rows of none.
+PAGED_SIZES = (
+    *("sequences", "tokens", "most keys", "kv_heads", "group", "head_dim", "head_dim_v"),
+    *(f"{name} {mode}" for name in SHAPES for mode in ("outer", "row", "head", "chunk")),
+    *("table row", "page shift", "left", "right", "splits", "ctas", "part rows", "parts"),
+)
+
 # The list of a ragged batch (`fmha.kernels.sm90.listing`), in int32.
 COUNTER, TOTAL, LISTED, FIRST = 0, 1, 2, 4
 RECORD = 8
@@ -44,10 +52,20 @@ def listing_words(sequences: int) -> int:
     return records_at(sequences) + RECORD * (sequences + 2)
 
 
-class Sizes:
-    """The array, and its address. It must live until the call returns."""
+class HostNumbers:
+    """An array of int64 on the host, and its address. It must live until the call returns."""
 
     __slots__ = ("address", "numbers")
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self.numbers = array("q", numbers)
+        self.address = self.numbers.buffer_info()[0]
+
+
+class Sizes(HostNumbers):
+    """Those of `SIZES`."""
+
+    __slots__ = ()
 
     def __init__(self, layouts: Sequence[Layout], *numbers: int) -> None:
         """`layouts` are those of q, k, v and o, `numbers` those that `NUMBERS` names."""
@@ -55,9 +73,8 @@ class Sizes:
         shapes = batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v
         strides = (stride for layout in layouts for stride in layout.strides[:3])
         units = (layout.unit for layout in layouts)
-        self.numbers = array("q", (*shapes, *strides, *units, *numbers))
+        super().__init__((*shapes, *strides, *units, *numbers))
         assert len(self.numbers) == len(SIZES), f"the numbers are {', '.join(NUMBERS)}"
-        self.address = self.numbers.buffer_info()[0]
 
 
 class Layout(NamedTuple):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fmha.jit import key
-from fmha.problem import Problem
+from fmha.problem import AnyProblem, PagedProblem
 from schedules.tiling import BlockConfig
 
 ENTRY = "fmha_forward"  # the name under which an object exports its launch function
@@ -25,7 +25,7 @@ EM_CUDA = 190  # the machine of a cubin in its ELF header
 _tracing = threading.Lock()  # the DSL traces into state of the whole process
 
 
-def compile_object(problem: Problem, config: BlockConfig, arch: str, *, recorder: str | None = None) -> bytes:
+def compile_object(problem: AnyProblem, config: BlockConfig, arch: str, *, recorder: str | None = None) -> bytes:
     """Compiles the kernel of (problem, config) for `arch` into an object file, the same bytes in every process.
 
     Strides of q, k, v and o must be multiples of 8 elements and their bases of 16 bytes: the code relies on it.
@@ -34,14 +34,12 @@ def compile_object(problem: Problem, config: BlockConfig, arch: str, *, recorder
     """
     import cutlass.cute as cute
 
-    kernel_class = _kernel_class(arch, recorder)
     with _tracing, _memory_file() as path:
+        kernel, arguments = _kernel(problem, config, arch, recorder)
         name = key.symbol(problem, config, arch) + (f"_{recorder}" if recorder else "")
-        kernel_class.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        kernel_class.list_sequences.set_name_prefix(key.LISTER, remove_cutlass_symbol=True, keep_mangled_name=False)
-        kernel = kernel_class(_element_type(problem.dtype), problem.mask, problem.score, problem.ragged, config)
+        type(kernel).kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
         options = f"--enable-tvm-ffi --gpu-arch {arch}" + (" iket" if recorder == "iket" else "")
-        cute.compile(kernel, *_abstract_arguments(), options=options).export_to_c(path, function_name=ENTRY)
+        cute.compile(kernel, *arguments, options=options).export_to_c(path, function_name=ENTRY)
         with open(path, "rb") as file:
             return file.read()
 
@@ -80,13 +78,21 @@ def _elf_bytes(header: bytes) -> int:
     return max(programs + program_bytes * program_count, sections + section_bytes * section_count)
 
 
-def _kernel_class(arch: str, recorder: str | None) -> Any:
-    """`ForwardKernel` of the folder that `arch` is lowered in, fmha/kernels/sm90 for sm_90a, or one of its `KERNELS`
-    that record."""
+def _kernel(problem: AnyProblem, config: BlockConfig, arch: str, recorder: str | None) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel, of the folder that `arch` is lowered in (fmha/kernels/sm90 for sm_90a), and any arguments of its
+    types."""
     folder = "fmha.kernels." + arch.replace("_", "").rstrip("af")
+    dtype = _element_type(problem.dtype)
+    if isinstance(problem, PagedProblem):
+        kind = importlib.import_module(f"{folder}.decode").DecodeKernel
+        return kind(dtype, problem.score, problem.layout, config), _abstract_arguments(addresses=12)
     if recorder is not None:
-        return importlib.import_module(f"{folder}.trace").KERNELS[recorder]
-    return importlib.import_module(f"{folder}.forward").ForwardKernel
+        kind = importlib.import_module(f"{folder}.trace").KERNELS[recorder]
+    else:
+        kind = importlib.import_module(f"{folder}.forward").ForwardKernel
+    kind.list_sequences.set_name_prefix(key.LISTER, remove_cutlass_symbol=True, keep_mangled_name=False)
+    kernel = kind(dtype, problem.mask, problem.score, problem.ragged, config)
+    return kernel, _abstract_arguments(addresses=8, behind=4)
 
 
 def _element_type(dtype: str) -> Any:
@@ -95,15 +101,18 @@ def _element_type(dtype: str) -> Any:
     return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
 
 
-def _abstract_arguments() -> tuple[Any, ...]:
-    """Of the launch function: any numbers of these types."""
+def _abstract_arguments(addresses: int, behind: int = 0) -> tuple[Any, ...]:
+    """Of a launch function: addresses, scale_log2 and cap_factor, with `behind` more the counter, the stream, and those
+    addresses behind it."""
     import cutlass
     from cutlass.cute.runtime import make_fake_stream
 
-    addresses = [cutlass.Int64(0)] * 8  # sizes, q, k, v, o, lse, sinks and slopes
-    factors = [cutlass.Float32(1.0)] * 2  # scale_log2 and cap_factor
-    lengths = [cutlass.Int64(0)] * 4
-    return *addresses, *factors, cutlass.Int64(0), cutlass.Int32(0), make_fake_stream(), *lengths
+    def address() -> Any:
+        return cutlass.Int64(0)
+
+    factors = [cutlass.Float32(1.0)] * 2
+    counter = (address(), cutlass.Int32(0)) if behind else ()
+    return *[address()] * addresses, *factors, *counter, make_fake_stream(), *[address()] * behind
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import tvm_ffi  # noqa: F401  (loading a kernel needs it: 20 ms, better spent at
 
 from fmha.jit import compile, key, tuned
 from fmha.jit.store import Store
-from fmha.problem import Problem, Unsupported, supports
+from fmha.problem import AnyProblem, PagedProblem, Problem, Unsupported, supports
 from schedules.tiling import BlockConfig, Extent, choose, rows
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Function = Callable[..., None]
 
 STORE = Store()
-_functions: dict[tuple[str, str, str, bool, BlockConfig, str], Function] = {}
+_functions: dict[tuple[AnyProblem, BlockConfig, str], Function] = {}
 _missing = threading.Lock()  # of the threads that miss a kernel, one fetches it
 
 
@@ -31,11 +31,14 @@ class Pick(NamedTuple):
     source: str
 
 
-def pick(problem: Problem, arch: str, extent: Extent | None = None) -> Pick:
+def pick(problem: AnyProblem, arch: str, extent: Extent | None = None) -> Pick:
     """The block config that calls of `problem` with these sizes get: that of the user's own file, else the table's.
 
     Without sizes it is the table's for long sequences. LookupError if the table holds no such head dim.
     """
+    if isinstance(problem, PagedProblem):
+        row = rows(problem.head_dim, arch, problem.head_dim_v, paged=True)[0]
+        return Pick(row.config, row.reason)
     if extent is not None and (entry := tuned.find(problem, arch, extent)) and _suits(entry.config, problem, extent):
         return Pick(entry.config, f"tuned: {tuned.file().path}")
     config = choose(problem.head_dim, arch, extent, problem.head_dim_v, problem.score)
@@ -47,12 +50,12 @@ def _suits(config: BlockConfig, problem: Problem, extent: Extent) -> bool:
     return config.serves(extent.lse) and config.holds(problem.score)
 
 
-def loaded(problem: Problem, config: BlockConfig, arch: str) -> Function | None:
+def loaded(problem: AnyProblem, config: BlockConfig, arch: str) -> Function | None:
     """The launch function of a kernel if it is in memory."""
-    return _functions.get((problem.dtype, problem.mask, problem.score, problem.ragged, config, arch))
+    return _functions.get((key.padded(problem, config), config, arch))
 
 
-def fetch(problem: Problem, config: BlockConfig, arch: str) -> Function:
+def fetch(problem: AnyProblem, config: BlockConfig, arch: str) -> Function:
     """The launch function of a kernel, from memory, disk or the compiler. `fmha.Unsupported` if there is none."""
     _require(problem, arch)
     with _missing:
@@ -60,18 +63,18 @@ def fetch(problem: Problem, config: BlockConfig, arch: str) -> Function:
         if function is None:
             text, build = _recipe(problem, config, arch)
             function = STORE.get(text, build, compile.load)
-            _functions[problem.dtype, problem.mask, problem.score, problem.ragged, config, arch] = function
+            _functions[key.padded(problem, config), config, arch] = function
         return function
 
 
-def object_file(problem: Problem, config: BlockConfig, arch: str) -> bytes:
+def object_file(problem: AnyProblem, config: BlockConfig, arch: str) -> bytes:
     """The compiled object of a kernel, from disk or the compiler; `compile.cubin` takes the GPU code out of it."""
     _require(problem, arch)
     text, build = _recipe(problem, config, arch)
     return STORE.get(text, build, bytes)
 
 
-def warmup(problems: Problem | Iterable[Problem], arch: str | None = None) -> None:
+def warmup(problems: AnyProblem | Iterable[AnyProblem], arch: str | None = None) -> None:
     """Makes kernels ready, so that no later call waits for a compile and CUDA graphs can capture them.
 
     problems  those to make ready, each with the kernels for long and for short sequences and for calls that want LSEs,
@@ -84,26 +87,31 @@ def warmup(problems: Problem | Iterable[Problem], arch: str | None = None) -> No
     """
     from fmha.jit import launch
 
-    problems = [problems] if isinstance(problems, Problem) else list(problems)
+    problems = [problems] if isinstance(problems, AnyProblem) else list(problems)
     here = launch.current_architecture()
     arch = _architecture(arch)
     for problem in problems:
         _require(problem, arch)
     for problem in problems:
-        found = [row.config for row in rows(problem.head_dim, arch, problem.head_dim_v)]
-        for config in dict.fromkeys([*found, *tuned.configs(problem, arch)]):
-            if not config.holds(problem.score):
-                continue
+        for config in _configs(problem, arch):
             function = fetch(problem, config, arch)
             if arch == here:
                 launch.touch(function, problem)
+
+
+def _configs(problem: AnyProblem, arch: str) -> list[BlockConfig]:
+    """Those that calls of `problem` may get."""
+    if isinstance(problem, PagedProblem):
+        return [pick(problem, arch).config]
+    found = [row.config for row in rows(problem.head_dim, arch, problem.head_dim_v)]
+    return [c for c in dict.fromkeys([*found, *tuned.configs(problem, arch)]) if c.holds(problem.score)]
 
 
 @dataclass(frozen=True)
 class Inspection:
     """What is known of a kernel without running it."""
 
-    problem: Problem
+    problem: AnyProblem
     arch: str
     config: BlockConfig
     reason: str  # where the config comes from: why the table has it, or "tuned: PATH" where a file of the user's does
@@ -112,7 +120,7 @@ class Inspection:
     resources: Resources  # registers, stack, spills and loops, from the machine code
 
 
-def inspect(problem: Problem, arch: str | None = None, *, extent: Extent | None = None) -> Inspection:
+def inspect(problem: AnyProblem, arch: str | None = None, *, extent: Extent | None = None) -> Inspection:
     """Compiles `problem` if need be and reads its machine code. Needs no GPU.
 
     arch    "sm_90a"; by default that of the current CUDA device
@@ -125,7 +133,7 @@ def inspect(problem: Problem, arch: str | None = None, *, extent: Extent | None 
 
     arch = _architecture(arch)
     _require(problem, arch)
-    if extent is not None and extent.mask != problem.mask:
+    if extent is not None and isinstance(problem, Problem) and extent.mask != problem.mask:
         raise ValueError(f"extent.mask is {extent.mask!r}; it must be that of the problem, {problem.mask!r}")
     config, reason = pick(problem, arch, extent)
     cubin = compile.cubin(object_file(problem, config, arch))
@@ -141,11 +149,11 @@ def _architecture(arch: str | None) -> str:
     return arch
 
 
-def _require(problem: Problem, arch: str) -> None:
+def _require(problem: AnyProblem, arch: str) -> None:
     if reason := supports(problem, arch):
         raise Unsupported(reason)
 
 
-def _recipe(problem: Problem, config: BlockConfig, arch: str) -> tuple[str, Callable[[], bytes]]:
+def _recipe(problem: AnyProblem, config: BlockConfig, arch: str) -> tuple[str, Callable[[], bytes]]:
     """The canonical text of a kernel, and how to make it."""
     return key.canonical(problem, config, arch), lambda: compile.compile_object(problem, config, arch)

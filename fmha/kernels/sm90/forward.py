@@ -507,6 +507,18 @@ class OutputStore:
         cute.make_tensor(lse + (line * self.rows + row), cute.make_layout(1))[0] = value
 
 
+def mma_shapes(dtype: type[cutlass.Numeric], config: BlockConfig) -> tuple[cute.TiledMma, cute.TiledMma]:
+    """S = Q K^T from shared memory; O += P V with P from registers: whose registers hold which elements."""
+    rows, k_major, mn_major = ROWS_PER_WARPGROUP, OperandMajorMode.K, OperandMajorMode.MN
+
+    def mma(columns, v_major, source):
+        one = (1, 1, 1)  # a warpgroup each, side by side
+        return sm90.make_trivial_tiled_mma(dtype, dtype, k_major, v_major, Float32, one, (rows, columns), source)
+
+    qk = mma(config.tile_n, k_major, warpgroup.OperandSource.SMEM)
+    return qk, mma(config.value_dim, mn_major, warpgroup.OperandSource.RMEM)
+
+
 class Whole(NamedTuple):
     """Sizes of the tensors q and k."""
 
@@ -533,19 +545,6 @@ class ForwardKernel:
         self.config = config
         self.domain = DOMAINS[mask](config.tile_m, config.tile_n, nearest_first=self.score.alibi)
         self.work = RaggedWork if ragged else Work
-
-    def _mma_shapes(self) -> None:
-        """S = Q K^T from shared memory; O += P V with P from registers: whose registers hold which elements."""
-        rows, k_major, mn_major = ROWS_PER_WARPGROUP, OperandMajorMode.K, OperandMajorMode.MN
-
-        def mma(columns, v_major, source):
-            one = (1, 1, 1)  # a warpgroup each, side by side
-            return sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, k_major, v_major, Float32, one, (rows, columns), source
-            )
-
-        self.qk = mma(self.config.tile_n, k_major, warpgroup.OperandSource.SMEM)
-        self.pv = mma(self.config.value_dim, mn_major, warpgroup.OperandSource.RMEM)
 
     def _arguments(self, sizes: Int64, addresses) -> tuple[list[cute.Tensor], list, Whole, list[Int32]]:
         """Tensors (S, D, H, B) at their addresses, the units of ragged ones, their sizes, and the numbers that lie
@@ -595,7 +594,7 @@ class ForwardKernel:
     ):
         config = self.config
         rows, keys, dims, value_dims = ROWS_PER_WARPGROUP, config.tile_n, config.head_dim, config.value_dim
-        self._mma_shapes()
+        self.qk, self.pv = mma_shapes(self.dtype, self.config)
         (q, k, v, o), units, whole, numbers = self._arguments(sizes, (q, k, v, o))
         head_group, multiprocessors, left, right, slopes_batch, sequences, packed = numbers
         v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, *range(2, cute.rank(v))]))

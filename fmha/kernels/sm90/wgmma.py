@@ -9,7 +9,7 @@ computes all of it anew for every tile: some twenty instructions more, a dozen o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -36,6 +36,7 @@ class Operand:
     high: int  # upper half
     slot: int  # what `low` grows by from a slot to the next: the start address, and in bits 16 up the leading offset
     steps: tuple[int, ...]  # of each k-step in a slot
+    across: bool = False  # whether its contiguous elements lie across k
 
     def at(self, place: Int32) -> Int32:
         """Lower half of a slot's descriptor."""
@@ -45,7 +46,7 @@ class Operand:
         return Int64(Uint32(low + self.steps[step])) | Int64(self.high << 32)
 
 
-def along_k(tensor: cute.Tensor, rows: int, depth: int) -> Operand:
+def along_k(tensor: cute.Tensor | cute.Pointer, rows: int, depth: int) -> Operand:
     """Q or K: `rows` rows of `depth` contiguous elements, which MMAs multiply along. Blocks of a swizzle's width follow
     one another, each with all rows."""
     width = swizzle_bytes(depth)
@@ -56,17 +57,21 @@ def along_k(tensor: cute.Tensor, rows: int, depth: int) -> Operand:
     return _operand(tensor, width, leading=1, slot=slot, steps=steps)  # the leading offset is not used
 
 
-def across_k(tensor: cute.Tensor, depth: int, slots: ValueSlots) -> Operand:
+def across_k(tensor: cute.Tensor | cute.Pointer, depth: int, slots: ValueSlots) -> Operand:
     """V and the ones beside it: `depth` keys, which MMAs multiply along, of contiguous elements. The leading offset may
     shrink from slot to slot (`ValueSlots.leading`)."""
     width = slots.block // depth
     steps = tuple(k * K * width // UNIT for k in range(depth // K))
     shrinks = slots.leading(0) - slots.leading(1)
-    return _operand(tensor, width, slots.leading(0) // UNIT, (slots.slot // UNIT) - (shrinks // UNIT << 16), steps)
+    slot = (slots.slot // UNIT) - (shrinks // UNIT << 16)
+    return replace(_operand(tensor, width, slots.leading(0) // UNIT, slot, steps), across=True)
 
 
-def _operand(tensor: cute.Tensor, width: int, leading: int, slot: int, steps: tuple[int, ...]) -> Operand:
-    address = Int32(tensor.iterator.toint())
+def _operand(
+    tensor: cute.Tensor | cute.Pointer, width: int, leading: int, slot: int, steps: tuple[int, ...]
+) -> Operand:
+    start = tensor if isinstance(tensor, cute.Pointer) else tensor.iterator
+    address = Int32(start.toint())
     low = opaque(((address & 0x3FFFF) // UNIT) | Int32(leading << 16))
     high = CORE_ROWS * width // UNIT | SWIZZLES[width] << 30
     return Operand(low, high, slot, steps)
@@ -82,11 +87,11 @@ def multiply_shared(d: cute.Tensor, a: Operand, a_place: Int32, b: Operand, b_pl
 
 
 def multiply_registers(d: cute.Tensor, a: cute.Tensor, b: Operand, b_place: Int32, dtype) -> None:
-    """Issues d += A B, asynchronous: A's 16-bit fragments in registers, in pairs, B across k in shared memory."""
+    """Issues d += A B, asynchronous: A's 16-bit fragments in registers, in pairs, B in shared memory."""
     low = b.at(b_place)
     for step in range(len(b.steps)):
         fragment = [a[4 * step + i] for i in range(4)]
-        _store(d, _wgmma(_registers(d), fragment, b.descriptor(low, step), True, dtype))
+        _store(d, _wgmma(_registers(d), fragment, b.descriptor(low, step), True, dtype, b.across))
 
 
 def _registers(d: cute.Tensor) -> list[Float32]:
@@ -99,8 +104,8 @@ def _store(d: cute.Tensor, values: Sequence[Float32]) -> None:
 
 
 @dsl_user_op
-def _wgmma(d, a, b: Int64, accumulate: bool, dtype: type[cutlass.Numeric], *, loc=None, ip=None):
-    """One k-step, of 64 rows. `a` is a descriptor, then b lies along k; or four registers, then b lies across k."""
+def _wgmma(d, a, b: Int64, accumulate: bool, dtype: type[cutlass.Numeric], across=False, *, loc=None, ip=None):
+    """One k-step, of 64 rows. `a` is a descriptor, or four registers."""
     name = {cutlass.BFloat16: "bf16", cutlass.Float16: "f16"}[dtype]
     n, float32 = len(d), T.f32()
     in_registers = isinstance(a, list)
@@ -108,7 +113,7 @@ def _wgmma(d, a, b: Int64, accumulate: bool, dtype: type[cutlass.Numeric], *, lo
     operands = [*words, Int64(b), Int32(accumulate), *(Float32(value) for value in d)]
     named = [f"${n + i}" for i in range(len(words) + 2)]
     first = "{" + ", ".join(named[:-2]) + "}" if in_registers else named[0]
-    signs_and_majors = "1, 1, 1" if in_registers else "1, 1, 0, 0"
+    signs_and_majors = f"1, 1, {int(across)}" if in_registers else "1, 1, 0, 0"
     result = llvm.inline_asm(
         llvm.StructType.get_literal([float32] * n),
         [operand.ir_value(loc=loc, ip=ip) for operand in operands],

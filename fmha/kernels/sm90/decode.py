@@ -1,0 +1,408 @@
+"""Paged attention of a few queries on Hopper: the roles of `schedules.decode` lowered onto cp.async, wgmma and mbarriers.
+
+    sizes                 the address on the host of `fmha.jit.arguments.PAGED_SIZES`, an int64 each
+    q, o                  [B, S, Hq, D], or [T, Hq, D] where sequences are packed; 16-bit, by address, any strides whose
+                          last is 1 and whose others are multiples of 16 bytes
+    k, v                  pages of slots of heads: `fmha.paging` says what the strides are
+    lse                   the address of a contiguous float32 [B, Hq, S] or [Hq, T], natural logarithm; 0 for none
+    sinks                 the address of a contiguous [Hq] of float32; 0 for none
+    table, seq_lens       the addresses of int32 [B, most pages] and [B]
+    cu_seqlens_q          the address of int32 [B + 1] where sequences are packed; 0 otherwise
+    parts                 the address of float32: of each part the sums and references of its rows, and then of each O
+    counters              the address of int32, 0 before the kernel and behind it
+
+The CTAs, one a multiprocessor, share the KV tiles of the whole batch out among them (`schedules.splits`).
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from fmha.jit.arguments import PAGED_SIZES
+from fmha.kernels.sm90 import softmax, wgmma
+from fmha.kernels.sm90.barriers import PingPong
+from fmha.kernels.sm90.forward import LN2, LOG2_E, Logits, WgmmaAttend, mma_shapes
+from fmha.kernels.sm90.listing import write
+from fmha.kernels.sm90.paged import ColumnRing, Pages, Place, RowRing, SplitRing, WarpSplitter
+from schedules.decode import Decode, Fetch
+from schedules.domain import Ascending, Visits
+from schedules.scores import SCORES
+from schedules.splits import Split
+from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
+
+WARPS = WARPGROUP // 32
+LAST = 3  # the named barrier of the consumers
+
+
+class PagedFetch(Fetch):
+    """The producer warpgroup."""
+
+    def __init__(self, rings, splitter: WarpSplitter, pages: Pages) -> None:
+        self.q, self.k, self.v = rings
+        self.splitter = splitter
+        self.looked_up = pages
+
+    def pages(self, split: Split, position: int) -> Int32:
+        return self.looked_up.look_up(split, position)
+
+
+class WgmmaDecode(Decode, WgmmaAttend):
+    """The consumer warpgroup. A thread has rows of several queries and heads."""
+
+    def __init__(self, kernel, rings, operands, splitter, logits, outputs, parts) -> None:
+        turn = PingPong(Int32(0), 1)
+        WgmmaAttend.__init__(self, kernel, rings, turn, operands, None, splitter, logits, Int32(0))
+        self.splitter = splitter
+        self.outputs = outputs
+        self.parts = parts
+        self.sinks = cute.make_rmem_tensor(softmax.ROWS, Float32)  # log2
+
+    def visits(self, split: Split) -> Visits:
+        return Decode.visits(self, split)
+
+    def local(self, r: int) -> Int32:
+        """Row `r` of this thread in its Q tile."""
+        return (self.thread // 32) * 16 + self.lane // 4 + 8 * r
+
+    def packed(self, split: Split, r: int) -> tuple[Int32, Int32]:
+        """The query that it is, and the head."""
+        row = split.q_tile * ROWS_PER_WARPGROUP + self.local(r)
+        query = row // self.splitter.group
+        return query, split.head * self.splitter.group + row - query * self.splitter.group
+
+    def row(self, split: Split, r: int) -> Int32:
+        return self.packed(split, r)[0]
+
+    def take_up(self, split: Split) -> None:
+        for r in range(softmax.ROWS):
+            self.sinks[r] = self.sink_of(self.packed(split, r)[1])
+
+    @cute.jit
+    def sink_of(self, head: Int32) -> Float32:
+        found = Float32(-Float32.inf)
+        if self.logits.sinks != 0 and head < self.logits.heads:
+            found = self.logits.read(self.logits.sinks, head)
+        return found * LOG2_E
+
+    @cute.jit
+    def write(self, split: Split):
+        for r in cutlass.range_constexpr(softmax.ROWS):
+            query, head = self.packed(split, r)
+            total = self.total(r)
+            factor, lse = self.outputs.finish(split, query, total, self.reference[r], self.sinks[r], self.splitter)
+            if query < split.rows:
+                self.write_row(split, r, query, head, factor)
+            if query < split.rows and self.lane % 4 == 0:
+                self.outputs.store_lse(split, query, head, lse)
+
+    def write_row(self, split: Split, r: int, query: Int32, head: Int32, factor: Float32) -> None:
+        for at, column in self.pairs(r):
+            words = [softmax.pack_16bit(self.o[at] * factor, self.o[at + 1] * factor, self.kernel.dtype)]
+            self.outputs.store(split, query, head, column, words)
+
+    def pairs(self, r: int) -> list[tuple[int, Int32]]:
+        """Of O: two elements of a row of this thread, and their columns."""
+        count = self.kernel.config.value_dim // 8
+        return [(softmax.element(r, 2 * i), 8 * i + 2 * (self.lane % 4)) for i in range(count)]
+
+    @cute.jit
+    def write_part(self, split: Split):
+        for r in cutlass.range_constexpr(softmax.ROWS):
+            total = self.total(r)
+            if self.local(r) < self.parts.rows:
+                self.write_part_row(split, r)
+            if self.local(r) < self.parts.rows and self.lane % 4 == 0:
+                self.parts.store_sum(split.part, self.local(r), total, self.reference[r])
+
+    def write_part_row(self, split: Split, r: int) -> None:
+        for at, column in self.pairs(r):
+            self.parts.store(split.part, self.local(r), column, self.o[at], self.o[at + 1])
+
+    def publish(self) -> None:
+        cute.arch.fence_acq_rel_gpu()
+        self.meet()
+
+    def meet(self) -> None:
+        cute.arch.barrier(barrier_id=LAST, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def arrive(self, split: Split) -> Boolean:
+        if self.thread == 0:
+            self.parts.arrive(split.counter)
+        self.meet()
+        return self.parts.arrived[0] == split.parts - 1
+
+    @cute.jit
+    def merge(self, split: Split):
+        cute.arch.fence_acq_rel_gpu()
+        quads = self.kernel.config.value_dim // 4
+        rows = cutlass.min(self.parts.rows, split.rows * self.splitter.group - split.q_tile * ROWS_PER_WARPGROUP)
+        for item in cutlass.range(self.thread, rows * quads, WARPGROUP, unroll=1):
+            self.merge_quad(split, item // quads, item % quads)
+        if self.thread == 0:
+            write(self.parts.counters, split.counter, Int32(0))
+
+    @cute.jit
+    def merge_quad(self, split: Split, row: Int32, quad: Int32):
+        """Four columns of a row."""
+        reference, total = Float32(-Float32.inf), Float32(0.0)
+        o = cute.make_rmem_tensor(4, Float32)
+        o.fill(0.0)
+        for index in cutlass.range(split.parts, unroll=4):
+            place = self.splitter.part(split, index)
+            part = self.parts.load(place, row, quad)
+            sums = self.parts.load_sum(place, row)
+            largest = cute.arch.fmax(reference, sums[1])
+            before = cute.math.exp2(reference - largest, fastmath=True)
+            now = cute.math.exp2(sums[1] - largest, fastmath=True)
+            total = total * before + sums[0] * now
+            self.add(o, part, before, now)
+            reference = largest
+        packed = split.q_tile * ROWS_PER_WARPGROUP + row
+        query = packed // self.splitter.group
+        head = split.head * self.splitter.group + packed - query * self.splitter.group
+        sink = self.sink_of(head)
+        factor, lse = self.outputs.finish(split, query, total, reference, sink, self.splitter)
+        words = [softmax.pack_16bit(o[i] * factor, o[i + 1] * factor, self.kernel.dtype) for i in (0, 2)]
+        self.outputs.store(split, query, head, 4 * quad, words)
+        if quad == 0:
+            self.outputs.store_lse(split, query, head, lse)
+
+    def add(self, o: cute.Tensor, part: cute.Tensor, before: Float32, now: Float32) -> None:
+        for i in range(4):
+            o[i] = o[i] * before + part[i] * now
+
+
+class Outputs:
+    """Where O and the LSEs go, straight from registers."""
+
+    def __init__(self, place: Place, lse: Int64, heads: Int32, tokens: Int32, domain) -> None:
+        self.place = place
+        self.lse = lse
+        self.heads = heads
+        self.tokens = tokens
+        self.domain = domain
+
+    def finish(self, split: Split, query, total, reference, sink, splitter) -> tuple[Float32, Float32]:
+        """What O is multiplied by, and the LSE. The sink is a logit more, whose value is 0."""
+        bounds = splitter.bounds(split)
+        blind = self.domain.hi(query, bounds) <= cutlass.max(self.domain.lo(query, bounds), 0)
+        past = query >= split.seqlen_q
+        blind = softmax.either(blind, past)
+        largest = cute.arch.fmax(reference, sink)
+        shrink = cute.math.exp2(reference - largest, fastmath=True)
+        total = total * shrink + cute.math.exp2(sink - largest, fastmath=True)
+        factor = softmax.select(blind, Float32(0.0), cute.arch.rcp_approx(total) * shrink)
+        sink = softmax.select(past, Float32(-Float32.inf), sink)
+        lse = softmax.select(blind, sink, largest + cute.math.log2(total, fastmath=True))
+        return factor, lse * LN2
+
+    @cute.jit
+    def store(self, split: Split, query: Int32, head: Int32, column: Int32, words):
+        """16-bit pairs, from `column` on."""
+        if column < self.place.dims:
+            self.put(self.place.at(split.entry, split.start_q + query, head, Int32(0)) + column * ELEMENT_BYTES, words)
+
+    def put(self, address: Int64, words: list[Int32]) -> None:
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4 * len(words))
+        values = cute.make_rmem_tensor(len(words), Int32)
+        for i, word in enumerate(words):
+            values[i] = word
+        cute.autovec_copy(values, cute.make_tensor(pointer, cute.make_layout(len(words))))
+
+    @cute.jit
+    def store_lse(self, split: Split, query: Int32, head: Int32, value: Float32):
+        if self.lse != 0:
+            self.put_lse((Int64(split.entry) * self.heads + head) * self.tokens + split.start_q + query, value)
+
+    def put_lse(self, index: Int64, value: Float32) -> None:
+        pointer = cute.make_ptr(Float32, self.lse, cute.AddressSpace.gmem, assumed_align=4)
+        cute.make_tensor(pointer + index, cute.make_layout(1))[0] = value
+
+
+class Parts:
+    """What splits leave, in global memory: of each part a sum and a reference a row, and behind those of all parts, of
+    each part the rows of O."""
+
+    def __init__(self, address: Int64, counters: Int64, rows: Int32, count: Int32, dims: int, arrived) -> None:
+        self.address = address
+        self.counters = counters
+        self.rows = rows  # of a part
+        self.o = address + Int64(count) * rows * 8
+        self.dims = dims
+        self.arrived = arrived  # in shared memory
+
+    def at(self, part: Int32, row: Int32, column: Int32) -> Int64:
+        return self.o + ((Int64(part) * self.rows + row) * self.dims + column) * 4
+
+    def two(self, address: Int64, first: Float32, second: Float32) -> None:
+        values = cute.make_rmem_tensor(2, Float32)
+        values[0], values[1] = first, second
+        cute.autovec_copy(values, self.floats(address, 2))
+
+    def floats(self, address: Int64, count: int) -> cute.Tensor:
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * count)
+        return cute.make_tensor(pointer, cute.make_layout(count))
+
+    def read(self, address: Int64, count: int) -> cute.Tensor:
+        values = cute.make_rmem_tensor(count, Float32)
+        cute.autovec_copy(self.floats(address, count), values)
+        return values
+
+    def store(self, part: Int32, row: Int32, column: Int32, first: Float32, second: Float32) -> None:
+        self.two(self.at(part, row, column), first, second)
+
+    def store_sum(self, part: Int32, row: Int32, total: Float32, reference: Float32) -> None:
+        self.two(self.address + (Int64(part) * self.rows + row) * 8, total, reference)
+
+    def load(self, part: Int32, row: Int32, quad: Int32) -> cute.Tensor:
+        return self.read(self.at(part, row, 4 * quad), 4)
+
+    def load_sum(self, part: Int32, row: Int32) -> cute.Tensor:
+        return self.read(self.address + (Int64(part) * self.rows + row) * 8, 2)
+
+    def arrive(self, counter: Int32) -> None:
+        pointer = cute.make_ptr(Int32, self.counters, cute.AddressSpace.gmem, assumed_align=4) + counter
+        self.arrived[0] = Int32(cute.arch.atomic_add(pointer.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu"))
+
+
+class DecodeKernel:
+    """Compiles to one cubin for (dtype, score, layout, block config)."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], score: str, layout: str, config: BlockConfig) -> None:
+        self.dtype = dtype
+        self.score = SCORES[score]
+        self.by_columns = layout == "vllm"
+        self.config = config
+        self.domain = Ascending(ROWS_PER_WARPGROUP, config.tile_n)
+
+    @cute.jit
+    def __call__(
+        self,
+        sizes: Int64,
+        q: Int64,
+        k: Int64,
+        v: Int64,
+        o: Int64,
+        lse: Int64,
+        sinks: Int64,
+        table: Int64,
+        seq_lens: Int64,
+        cu_seqlens_q: Int64,
+        parts: Int64,
+        counters: Int64,
+        scale_log2: Float32,
+        cap_factor: Float32,
+        stream,
+    ):
+        at = cute.make_ptr(Int64, sizes, cute.AddressSpace.generic, assumed_align=8)
+        numbers = cute.make_tensor(at, cute.make_layout(len(PAGED_SIZES)))
+        found = {name: numbers[i] for i, name in enumerate(PAGED_SIZES)}
+
+        def of(*names):
+            return tuple(Int32(found[name]) for name in names)
+
+        def place(address, name, dims):
+            strides = of(f"{name} row", f"{name} head", f"{name} chunk", dims)
+            return (address, found[f"{name} outer"], *strides)
+
+        places = [
+            place(q, "q", "head_dim"),
+            place(k, "k", "head_dim"),
+            place(v, "v", "head_dim_v"),
+            place(o, "o", "head_dim_v"),
+        ]
+        self.qk, self.pv = mma_shapes(self.dtype, self.config)
+        ctas = Int32(found["ctas"])
+        self.kernel(
+            tuple(places),
+            (self.qk, self.pv),
+            of("sequences", "tokens", "most keys", "kv_heads", "group", "left", "right", "splits"),
+            (table, *of("table row", "page shift")),
+            (seq_lens, cu_seqlens_q),
+            (scale_log2, cap_factor, sinks),
+            lse,
+            (parts, counters, *of("part rows", "parts")),
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=(2 * WARPGROUP, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(self, places, mmas, numbers, table, lengths, logits, lse: Int64, parts):
+        self.qk, self.pv = mmas
+        config = self.config
+        q, k, v, o = (Place(*place) for place in places)
+        allocator = SmemAllocator()
+        barriers = allocator.allocate_array(cutlass.Int64, config.barriers)
+        posted = allocator.allocate_tensor(Int32, cute.make_layout((len(Split._fields), config.q_stages)), 16)
+        arrived = allocator.allocate_tensor(Int32, cute.make_layout(1), 16)
+        sq, sk, sv = self._shared_memory(allocator)
+
+        splitter = WarpSplitter(self.domain, ROWS_PER_WARPGROUP, numbers, *lengths)
+        heads = splitter.heads * splitter.group
+        pages = Pages(config.tile_n, *table, self.by_columns)
+        k_barriers = barriers + 2 * config.q_stages
+        value_ring = ColumnRing if self.by_columns else RowRing
+        rings = (
+            SplitRing(barriers, config, sq, q, posted, splitter.group),
+            RowRing(k_barriers, config, config.head_dim, sk, k, pages),
+            value_ring(k_barriers + 2 * config.stages, config, config.value_dim, sv, v, pages),
+        )
+        operands = (
+            wgmma.along_k(sq, config.tile_m, config.head_dim),
+            wgmma.along_k(sk, config.tile_n, config.head_dim),
+            wgmma.along_k(sv, config.value_dim, config.tile_n)
+            if self.by_columns
+            else wgmma.across_k(sv, config.tile_n, config.value_slots),
+        )
+        decode = WgmmaDecode(
+            self,
+            rings,
+            operands,
+            splitter,
+            Logits(*logits, Int64(0), heads, Int32(0)),
+            Outputs(o, lse, heads, splitter.tokens, self.domain),
+            Parts(*parts, config.value_dim, arrived),
+        )
+        Cta(rings, PagedFetch(rings, splitter, pages), decode).run()
+
+    def _shared_memory(self, allocator: SmemAllocator) -> tuple[cute.Pointer, cute.Pointer, cute.Pointer]:
+        """Where the slots of Q, K and V begin."""
+        config = self.config
+        row = config.head_dim * ELEMENT_BYTES
+        sizes = (
+            config.q_stages * config.tile_m * row,
+            config.stages * config.tile_n * row,
+            config.value_slots.bytes,
+        )
+        return tuple(allocator.allocate(size, 1024) for size in sizes)
+
+
+class Cta:
+    """The roles of one CTA: warpgroup 0 fetches, the other one decodes."""
+
+    def __init__(self, rings, fetch: PagedFetch, decode: WgmmaDecode) -> None:
+        self.rings = rings
+        self.fetch = fetch
+        self.decode = decode
+
+    def init_barriers(self) -> None:
+        for ring in self.rings:
+            ring.init()
+        cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def run(self):
+        if cute.arch.thread_idx()[0] == 0:
+            self.init_barriers()
+        cute.arch.sync_threads()
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < WARPS:
+            self.fetch.run()
+        else:
+            self.decode.run()

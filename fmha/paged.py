@@ -1,0 +1,375 @@
+"""`fmha.attention_paged`: attention over a paged KV cache."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmha.attention import NO_WINDOW, kernel_function
+from fmha.checks import (
+    FLOAT32,
+    LOG2_E,
+    Operand,
+    check_last_stride,
+    check_output,
+    check_same,
+    check_scale,
+    check_softcap,
+    check_vector,
+    check_window,
+    refuse_flags,
+    refuse_gradients,
+)
+from fmha.jit import launch, layout, workspace
+from fmha.jit.arguments import PAGED_SIZES, HostNumbers
+from fmha.jit.launch import PLANS, Answer, address
+from fmha.jit.layout import ALIGNMENT
+from fmha.jit.library import pick
+from fmha.paging import CHUNK, Pages, pages_of
+from fmha.problem import PagedProblem, Unsupported, supports
+from schedules.splits import UNLIMITED, counters_needed, parts_needed, sides
+
+MAX_UNITS = 2**31 - 2**20  # of KV tiles, over all Q tiles: the kernels count in 32 bits
+MAX_SPLITS = 256
+MAX_TOKENS = 2**28  # of a batch entry of q, and keys of a sequence
+
+
+def attention_paged(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    page_table: Any,
+    seq_lens: Any,
+    *,
+    layout: str = "nhd",
+    causal: bool = False,
+    window: tuple[int | None, int | None] = NO_WINDOW,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    num_splits: int | None = None,
+    cu_seqlens_q: Any = None,
+    out: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Exact attention over a paged KV cache: decoding, speculative decoding, and prefill in chunks.
+
+    q           [B, Hq, D], one query token a sequence; [B, Sq, Hq, D], a few; or [T, Hq, D] with `cu_seqlens_q`
+    k_pages, v_pages  the pages of keys and values, as `layout` says, in q's dtype. v_pages may have another D, Dv.
+                      nhd   [pages, page, Hkv, D]
+                      hnd   [pages, Hkv, page, D]
+                      vllm  K [pages, Hkv, D / 8, page, 8] and V [pages, Hkv, Dv, page]
+                page, the slots of a page, is a power of two up to 1024; of `vllm` 8, 16 or 32. Hkv divides Hq.
+    page_table  int32 [B, most pages]: key j of sequence b is in slot j % page of page page_table[b, j // page]. Entries
+                past the end of a sequence are not read, and what slots past it hold reaches no result.
+    seq_lens    int32 [B]: keys of each sequence, the new tokens' included. 0 is allowed, and gives 0.
+    causal      query i of a sequence with Sq queries and Sk keys sees those up to i + Sk - Sq
+    num_splits  None: every multiprocessor reads as much as the others. Or into how many splits (1 to 256) the keys of
+                each sequence are divided: an output row then has the same bits whatever else is in the batch.
+    cu_seqlens_q  int32 [B + 1]: sequence b has the queries from cu_seqlens_q[b] up to cu_seqlens_q[b + 1]. Rows of no
+                sequence give 0.
+
+    window, scale, softcap, sinks, out, return_lse, errors and results are those of `fmha.attention`; the LSE is [B, Hq],
+    [B, Hq, Sq] or [Hq, T]. Lengths, page table and offsets are read on the device only: the host waits for nothing, and
+    a captured CUDA graph takes new ones at every replay.
+
+    Page tables and lengths must be right: what is read is what they say. Lengths are cut to what the table has room for.
+    """
+    given = (q, k_pages, v_pages, page_table, seq_lens, sinks, cu_seqlens_q, out)
+    options = Options(layout, causal, window, scale, softcap, num_splits, return_lse)
+    if not all(x is None or isinstance(x, Tensor) for x in given):
+        return _through_dlpack(given, options)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        refuse_gradients(**dict(zip(NAMES, given, strict=True)))
+    if window is not NO_WINDOW:
+        window = check_window(window)
+    # fmt: off
+    signature = (
+        "paged",
+        q.shape, q.stride(), q.dtype, q.get_device(),
+        k_pages.shape, k_pages.stride(), k_pages.dtype, k_pages.get_device(),
+        v_pages.shape, v_pages.stride(), v_pages.dtype, v_pages.get_device(),
+        page_table.shape, page_table.stride(), page_table.dtype, page_table.get_device(),
+        seq_lens.shape, seq_lens.dtype, seq_lens.get_device(),
+        None if sinks is None else (sinks.shape, sinks.dtype, sinks.get_device()),
+        None if cu_seqlens_q is None else (cu_seqlens_q.shape, cu_seqlens_q.dtype, cu_seqlens_q.get_device()),
+        None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
+        layout, causal, type(causal), window, scale, type(scale), softcap, type(softcap),
+        num_splits, type(num_splits), return_lse, type(return_lse),
+    )
+    # fmt: on
+    try:
+        plan = PLANS.get(signature)
+    except TypeError:  # an option that cannot be hashed: planning says so
+        plan = None
+    if plan is None:
+        plan = _plan(*given, options._replace(window=window))
+        launch.remember(signature, plan)
+    return plan(*given)
+
+
+NAMES = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "sinks", "cu_seqlens_q", "out")
+NEEDED = NAMES[:5]
+
+
+class Options(NamedTuple):
+    """Of a call, as the caller gives them."""
+
+    layout: Any = "nhd"
+    causal: Any = False
+    window: Any = NO_WINDOW
+    scale: Any = None
+    softcap: Any = None
+    num_splits: Any = None
+    return_lse: Any = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedLaunch:
+    """The plan of a call."""
+
+    answer: Answer
+    lse_shape: tuple[int, ...]
+    function: Callable[..., None] | None  # None where there is nothing to attend to
+    scale_log2: float
+    cap_factor: float
+    counters: int
+    floats: int  # of parts
+    sizes: HostNumbers
+    copied: HostNumbers  # where q is copied, or the output lies elsewhere than `out`
+    q_in_place: bool
+    out_in_place: bool
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        sinks: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        answer = self.answer
+        device = answer.device
+        if device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self(q, k_pages, v_pages, page_table, seq_lens, sinks, cu_seqlens_q, out)
+        if out is not None:
+            answer.refuse_overlap(q, k_pages, v_pages, out)
+        if self.function is None:
+            o = (answer.new_output(q) if out is None else out).zero_()
+            return (o, q.new_full(self.lse_shape, -math.inf, dtype=torch.float32)) if answer.return_lse else o
+        if (k_pages.data_ptr() | v_pages.data_ptr()) % ALIGNMENT:
+            raise Unsupported(f"k_pages or v_pages is not aligned to {ALIGNMENT} bytes, of which their addresses must be "
+                              "multiples")  # fmt: skip
+        sizes = self.sizes
+        if not self.q_in_place or q.data_ptr() % ALIGNMENT:
+            q = q.clone(memory_format=torch.contiguous_format)
+            sizes = self.copied
+        o = out
+        if out is None or not self.out_in_place or out.data_ptr() % ALIGNMENT or sizes is self.copied:
+            o = q.new_empty(answer.shape)
+            sizes = sizes if out is None else self.copied
+            q = q if out is None else q.contiguous()
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=device) if answer.return_lse else None
+        vectors = [None if x is None else x.contiguous() for x in (sinks, seq_lens, cu_seqlens_q)]
+        space = workspace.current(device, self.counters, self.floats)
+        self.function(
+            sizes.address,
+            q.data_ptr(),
+            k_pages.data_ptr(),
+            v_pages.data_ptr(),
+            o.data_ptr(),
+            address(lse),
+            address(vectors[0]),
+            page_table.data_ptr(),
+            address(vectors[1]),
+            address(vectors[2]),
+            space.parts.data_ptr(),
+            space.counters.data_ptr(),
+            self.scale_log2,
+            self.cap_factor,
+            space.stream,
+        )
+        if out is not None and out is not o:
+            o = out.copy_(o)
+        return o if lse is None else (o, lse)
+
+
+def _plan(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    out: Tensor | None,
+    options: Options,
+) -> PagedLaunch:
+    """Validates a call, gets its kernel into memory, and decides everything that its data does not."""
+    given = (q, k_pages, v_pages, page_table, seq_lens, sinks, cu_seqlens_q, out)
+    operands = {name: Operand.of(name, x) for name, x in zip(NAMES, given, strict=True) if x is not None}
+    refuse_flags(causal=options.causal, return_lse=options.return_lse)
+    k, v = (pages_of(n, operands[n].shape, operands[n].strides, options.layout, n[0] == "v") for n in NAMES[1:3])
+    entries, tokens, sequences = check_shapes(operands, k, v)
+    heads, head_dim = q.shape[-2:]
+    window = check_window(options.window)
+    softcap = check_softcap(options.softcap)
+    scale = check_scale(options.scale, head_dim)
+    splits = check_splits(options.num_splits)
+    problem = PagedProblem(
+        operands["q"].dtype,
+        head_dim,
+        "plain" if softcap is None else "softcap",
+        0 if v.dims == head_dim else v.dims,
+        "vllm" if options.layout == "vllm" else "rows",
+    )
+    device = launch.describe_device(q.device)
+    if reason := supports(problem, device.arch):
+        raise Unsupported(f"{reason} ({operands['q']})")
+    cap_factor = 1.0 if softcap is None else scale / softcap
+    if not cap_factor <= FLOAT32.max:
+        raise ValueError(f"softcap is {options.softcap!r}, and the scale {scale}: their ratio is too large")
+    shape = (*q.shape[:-1], v.dims)
+    if out is not None:
+        check_output(operands["out"], replace(operands["q"], shape=shape))
+    answer = Answer(
+        shape,
+        q.device,
+        options.return_lse,
+        False,
+        tuple(0 if x is None else layout.reach(x) for x in (*given[:3], out)),
+    )
+    packed = cu_seqlens_q is not None
+    lse_shape = (heads, tokens) if packed else (*q.shape[:1], heads, *q.shape[1:-2])
+
+    config = pick(problem, device.arch).config
+    group = heads // k.heads if k.heads else 1
+    q_tiles = -(-tokens * group // config.tile_m) * entries + packed * (sequences + 2)
+    most_keys = min(page_table.shape[1] * k.page, UNLIMITED)
+    width = splits or -(-most_keys // config.tile_n)
+    if q_tiles * k.heads * max(1, width) > MAX_UNITS:
+        raise Unsupported(f"{operands['q']} and {operands['page_table']}: too many tiles of keys for one call")
+    blank = 0 in shape or sequences == 0
+    rows = min(config.tile_m, tokens * group)
+    parts = parts_needed(device.multiprocessors, q_tiles * k.heads, splits)
+    limits = sides(options.causal, *window)
+    numbers = dict(zip(PAGED_SIZES, [0] * len(PAGED_SIZES), strict=True)) | {
+        "sequences": sequences + 2 * packed,
+        "tokens": tokens,
+        "most keys": most_keys,
+        "kv_heads": k.heads,
+        "group": group,
+        "head_dim": head_dim,
+        "head_dim_v": v.dims,
+        "table row": page_table.stride(0) if sequences > 1 else 0,
+        "page shift": k.page.bit_length() - 1,
+        "left": limits[0],
+        "right": limits[1],
+        "splits": splits,
+        "ctas": device.multiprocessors,
+        "part rows": rows,
+        "parts": parts,
+    }
+    for name, pages in (("k", k), ("v", v)):
+        numbers |= {f"{name} {mode}": getattr(pages, mode) for mode in ("outer", "row", "head", "chunk")}
+
+    def sizes(q_strides: tuple[int, ...], o_strides: tuple[int, ...]) -> HostNumbers:
+        return HostNumbers((numbers | _steps("q", q_strides, packed) | _steps("o", o_strides, packed)).values())
+
+    plain, plain_o = layout.contiguous_strides(q.shape), layout.contiguous_strides(shape)
+    q_in_place = layout.in_place(q)
+    out_in_place = out is not None and layout.in_place(out)
+    strides = q.stride() if q_in_place else plain, out.stride() if out is not None and out_in_place else plain_o
+    return PagedLaunch(
+        answer,
+        lse_shape,
+        None if blank else kernel_function(problem, config, device.arch, q.device),
+        scale_log2=(scale if softcap is None else softcap) * LOG2_E,
+        cap_factor=cap_factor,
+        counters=counters_needed(device.multiprocessors, q_tiles * k.heads, splits),
+        floats=parts * rows * (config.value_dim + 2),
+        sizes=sizes(*strides),
+        copied=sizes(plain, plain_o),
+        q_in_place=q_in_place,
+        out_in_place=out_in_place,
+    )
+
+
+def _steps(name: str, strides: tuple[int, ...], packed: bool) -> dict[str, int]:
+    """Of q or the output, [B, Hq, D], [B, S, Hq, D] or [T, Hq, D]."""
+    *lead, head, _ = strides
+    outer, row = (0, lead[0]) if packed else (lead[0], lead[1] if len(lead) > 1 else 0)
+    return {f"{name} outer": outer, f"{name} row": row, f"{name} head": head, f"{name} chunk": CHUNK}
+
+
+def check_shapes(operands: dict[str, Operand], k: Pages, v: Pages) -> tuple[int, int, int]:
+    """q's batch entries, the tokens of each, and how many sequences there are. ValueError if tensors do not fit."""
+    q, table = operands["q"], operands["page_table"]
+    packed = "cu_seqlens_q" in operands
+    if len(q.shape) not in ((3,) if packed else (3, 4)):
+        modes = "[T, Hq, D]" if packed else "[B, Hq, D] or [B, Sq, Hq, D]"
+        raise ValueError(f"q.shape is {list(q.shape)}; {modes} is needed")
+    check_last_stride(q)
+    for name in ("k_pages", "v_pages"):
+        check_same(operands[name], q, "dtype", "device")
+    if k.dims != q.shape[-1]:
+        raise ValueError(f"k_pages has head dim {k.dims}; it must be that of q, {q.shape[-1]}")
+    for mode in ("count", "page", "heads"):
+        if getattr(k, mode) != getattr(v, mode):
+            what = {"count": "pages", "page": "slots a page", "heads": "heads"}[mode]
+            raise ValueError(
+                f"v_pages has {getattr(v, mode)} {what}; it must have those of k_pages, {getattr(k, mode)}"
+            )
+    heads = q.shape[-2]
+    if heads % k.heads if k.heads else heads:
+        raise ValueError(f"q has {heads} heads and k_pages {k.heads}; the heads of k_pages must divide those of q")
+    if len(table.shape) != 2 or table.dtype != "int32":
+        raise ValueError(f"page_table is {table.dtype} {list(table.shape)}; int32 [B, most pages] is needed")
+    check_same(table, q, "device")
+    if table.shape[1] > 1 and table.strides[1] != 1:
+        raise ValueError(f"page_table.stride() is {table.strides}; the last one must be 1 (call .contiguous())")
+    sequences = table.shape[0]
+    if not packed and q.shape[0] != sequences:
+        raise ValueError(f"page_table.shape[0], the batch, is {sequences}; it must be that of q, {q.shape[0]}")
+    vectors = {"seq_lens": (sequences,), "sinks": (heads,), "cu_seqlens_q": (sequences + 1,)}
+    for name, shape in vectors.items():
+        if name in operands:
+            check_vector(operands[name], [shape], "float32" if name == "sinks" else "int32", q)
+    tokens = q.shape[0] if packed else q.shape[1] if len(q.shape) == 4 else 1
+    if max(*q.shape, tokens * heads) > MAX_TOKENS:
+        raise Unsupported(f"{q}: sizes and rows of heads up to {MAX_TOKENS} are supported")
+    return 1 if packed else sequences, tokens, sequences
+
+
+def check_splits(given: Any) -> int:
+    """The number of splits, 0 for None."""
+    if given is None:
+        return 0
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+        raise TypeError(f"num_splits is {given!r} of type {type(given).__name__}; an integer or None is needed")
+    if not 1 <= given <= MAX_SPLITS:
+        raise ValueError(f"num_splits is {given}; 1 to {MAX_SPLITS}, or None, is needed")
+    return int(given)
+
+
+def _through_dlpack(given: tuple[Any, ...], options: Options) -> Any:
+    """The same call with torch tensors over the same memory; what it returns goes back to q's library."""
+    arrays = dict(zip(NAMES, given, strict=True))
+    tensors = {
+        name: None if array is None and name not in NEEDED else launch.from_dlpack(name, array)
+        for name, array in arrays.items()
+    }
+    result = attention_paged(**tensors, **options._asdict())
+    o, *lse = result if options.return_lse else (result,)
+    o = launch.to_library_of(arrays["q"], o) if arrays["out"] is None else arrays["out"]
+    return (o, *(launch.to_library_of(arrays["q"], tensor) for tensor in lse)) if lse else o
