@@ -106,7 +106,7 @@ class NumpySplitter(Splitter):
     def rows(self, batch: int) -> Rows:
         return self.batch.rows(batch)
 
-    def total(self) -> int:
+    def line(self) -> int:
         return sum(self.units(batch) for batch in range(self.batch.sequences))
 
     def seek(self, unit: int) -> tuple[int, int]:

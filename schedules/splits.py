@@ -1,9 +1,9 @@
 """How the KV tiles of a paged batch are split over the CTAs.
 
 Decoding reads every key and value once for a few queries, so what counts is that all multiprocessors read at the same
-time and end at the same time. The tiles of all Q tiles stand in one line of `units`, sequence by sequence, head by
-head, and every CTA gets as many of them as the others, give or take one: a `Split` is what a CTA has of a Q tile. It
-may be all of it. Otherwise each split leaves a part, and the CTA that is the last to do so merges them.
+time and end at the same time. The tiles of all Q tiles stand in one line of `units`, head by head, sequence by
+sequence, and every CTA gets as many of them as the others, give or take one: a `Split` is what a CTA has of a Q tile.
+It may be all of it. Otherwise each split leaves a part, and the CTA that is the last to do so merges them.
 
 With a fixed number of splits a unit is a split, whose tiles depend on nothing but the Q tile: then a row of the output
 has the same bits whatever else is in the batch.
@@ -39,6 +39,7 @@ class Share(NamedTuple):
     more: int
     begin: int
     end: int
+    line: int  # units of a head
 
 
 class Split(NamedTuple):
@@ -67,7 +68,7 @@ class Split(NamedTuple):
     first: int  # and that of the Q tile's first split
     counter: int  # of those that have left a part
     until: int  # one past its last unit
-    base: int  # the first unit of its sequence
+    base: int  # the first unit of its sequence, for its head
 
 
 class Splitter(ABC):
@@ -88,22 +89,23 @@ class Splitter(ABC):
         """Of sequence `batch`."""
 
     @abstractmethod
-    def total(self) -> int:
-        """The units of all sequences."""
+    def line(self) -> int:
+        """The units of all sequences, for one head."""
 
     @abstractmethod
     def seek(self, unit: int) -> tuple[int, int]:
-        """The sequence that has it, and that one's first unit."""
+        """The sequence that has unit `unit` of a head, and that one's first unit."""
 
     @program.jit
     def share(self) -> Share:
-        total = self.total()
+        line = self.line()
+        total = line * self.heads
         ctas = max(1, min(self.ctas, total))
         each = total // ctas
         more = total - each * ctas
         begin = self.share_begin(self.cta, each, more)
         end = self.share_begin(self.cta + 1, each, more)
-        return Share(each, more, begin, end if self.cta < ctas and total > 0 else begin)
+        return Share(each, more, begin, end if self.cta < ctas and total > 0 else begin, line)
 
     @program.jit
     def share_begin(self, cta: int, each: int, more: int) -> int:
@@ -149,45 +151,46 @@ class Splitter(ABC):
 
     @program.jit
     def units(self, batch: int) -> int:
+        """Of a sequence, for one head."""
         rows = self.rows(batch)
-        return self.width(rows) * self.q_tiles(rows) * self.heads
+        return self.width(rows) * self.q_tiles(rows)
 
     @program.jit
     def first(self, share: Share) -> Split:
         split = self.none()
         if share.begin < share.end:
-            batch, base = self.seek(share.begin)
-            split = self.cut(share, share.begin, batch, base)
+            head = share.begin // share.line
+            batch, base = self.seek(share.begin - head * share.line)
+            split = self.cut(share, share.begin, head, batch, base + head * share.line)
         return split
 
     @program.jit
     def next(self, share: Share, split: Split) -> Split:
-        unit, batch, base = split.until, split.batch, split.base
+        unit, head, batch, base = split.until, split.head, split.batch, split.base
         following = self.none()
         if unit < share.end:
+            if unit == (head + 1) * share.line:
+                head, batch, base = head + 1, 0, unit
             units = self.units(batch)
             while unit >= base + units:
                 base = base + units
                 batch = batch + 1
                 units = self.units(batch)
-            following = self.cut(share, unit, batch, base)
+            following = self.cut(share, unit, head, batch, base)
         return following
 
     def none(self) -> Split:
         return Split(*[0] * len(Split._fields))
 
     @program.jit
-    def cut(self, share: Share, unit: int, batch: int, base: int) -> Split:
-        """What begins with `unit`, which is of sequence `batch`."""
+    def cut(self, share: Share, unit: int, head: int, batch: int, base: int) -> Split:
+        """What begins with `unit`, which is of sequence `batch`, whose first one is `base`."""
         rows = self.rows(batch)
         span, width = self.span(rows), self.width(rows)
-        q_tiles = self.q_tiles(rows)
-        q_row = (unit - base) // width
-        at = (unit - base) - q_row * width
+        q_tile = (unit - base) // width
+        at = (unit - base) - q_tile * width
         until = at + 1 if self.splits > 0 else min(width, at + share.end - unit)
         row_begin = unit - at
-        head = q_row // q_tiles
-        q_tile = q_row - head * q_tiles
 
         begin = span.total * at // width if self.splits > 0 else at
         end = span.total * until // width if self.splits > 0 else until

@@ -151,7 +151,7 @@ class WgmmaDecode(Decode, WgmmaAttend):
         reference, total = Float32(-Float32.inf), Float32(0.0)
         o = cute.make_rmem_tensor(4, Float32)
         o.fill(0.0)
-        for index in cutlass.range(split.parts, unroll=4):
+        for index in cutlass.range(split.parts, unroll=8):
             place = self.splitter.part(split, index)
             part = self.parts.load(place, row, quad)
             sums = self.parts.load_sum(place, row)

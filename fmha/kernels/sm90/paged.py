@@ -73,71 +73,131 @@ class Filled(TmaRing):
         cute.arch.fence_view_async_shared()
 
 
-class RowRing(Filled, PagedRing):
-    """K or V, whose rows are `rows` keys of a tile."""
+class TileRing(Filled, PagedRing):
+    """K or V. A warp copies a quarter of the keys of a tile, 16 bytes a lane and step.
 
-    def __init__(
-        self, barriers, config: BlockConfig, dims: int, start: cute.Pointer, place: Place, pages: Pages
-    ) -> None:
+    The keys of a warp are in groups of `GROUP`. Where every key of a tile is seen and no group has keys of two pages,
+    its addresses are those of its page and a step from one copy to the next; otherwise each copy works its own out.
+    """
+
+    GROUP = 16
+    blocks = 1  # of a group, each with steps of its own
+
+    def __init__(self, barriers, config: BlockConfig, dims: int, start: cute.Pointer, place: Place, pages: Pages) -> None:
         """`dims` are those of the tile, `start` is where the slots begin."""
-        tile_bytes = config.tile_n * dims * ELEMENT_BYTES
-        super().__init__(barriers, config.stages, tile_bytes, WARPGROUP // 32)
-        self.rows = config.tile_n
-        self.columns = dims // CHUNK
+        super().__init__(barriers, config.stages, config.tile_n * dims * ELEMENT_BYTES, WARPGROUP // 32)
+        self.keys = config.tile_n
+        self.warp_keys = config.tile_n // 4
+        self.group = min(self.GROUP, self.warp_keys)
+        self.dims = dims
         self.start = Int32(start.toint())
         self.place = place
         self.pages = pages
-
-    def gather(self, slot: Slot, split: Split, position: int, pages: Int32) -> None:
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        lane, warp = thread % 32, thread // 32
-        rows = self.rows // 4  # of a warp
-        first_key = (split.tile + position) * self.rows + warp * rows
-        head = split.head * self.place.head
+        self.lane, self.warp = thread % 32, thread // 32
+
+    @cute.jit
+    def gather(self, slot: Slot, split: Split, position: Int32, pages: Int32):
+        first = (split.tile + position) * self.keys
+        whole_groups = self.pages.page_mask >= self.group - 1
+        if first >= split.first_key and first + self.keys <= split.end_key and whole_groups:
+            self.copy_groups(slot, split, first, pages)
+        else:
+            self.copy_chunks(slot, split, first, pages)
+
+    def copy_groups(self, slot: Slot, split: Split, first: Int32, pages: Int32) -> None:
         to = self.start + slot.stage * self.stage_bytes
-        for step in range(rows * self.columns // 32):
-            row, column = self.of(step * 32 + lane, rows)
-            page = cute.arch.shuffle_sync(pages, row)
-            at = ((first_key + row) & self.pages.page_mask) * self.place.row + column * self.place.chunk + head
-            seen = (page != NO_PAGE) & (column * CHUNK < self.place.dims)
-            copy_16(to + swizzled(warp * rows + row, column, self.rows), self.place.inside(page, at), whole(seen))
+        steps = self.group * self.dims // CHUNK // 32
+        for group in range(self.warp_keys // self.group):
+            page = cute.arch.shuffle_sync(pages, group * self.group)
+            inside = (first + self.warp * self.warp_keys + group * self.group) & self.pages.page_mask
+            address = None
+            for step in range(steps):
+                row, column = self.of(step * 32 + self.lane, self.group)
+                if step % (steps // self.blocks) == 0:
+                    address = self.place.inside(page, self.offset(inside, row, column) + split.head * self.place.head)
+                size = whole(self.has(row, column))
+                copy_16(to + self.slot_byte(group * self.group, row, column), address, size)
+                address = address + Int64(self.step(self.group) * ELEMENT_BYTES)
+
+    def copy_chunks(self, slot: Slot, split: Split, first: Int32, pages: Int32) -> None:
+        to = self.start + slot.stage * self.stage_bytes
+        for step in range(self.warp_keys * self.dims // CHUNK // 32):
+            row, column = self.of(step * 32 + self.lane, self.warp_keys)
+            key = self.key(row, column)
+            page = cute.arch.shuffle_sync(pages, key)
+            key = first + self.warp * self.warp_keys + key
+            at = self.offset(key & self.pages.page_mask, row, column, key_is_row=True) + split.head * self.place.head
+            size = whole((page != NO_PAGE) & self.has(row, column)) // 16 * self.bytes_of(split.end_key - key)
+            copy_16(to + self.slot_byte(0, row, column), self.place.inside(page, at), size)
+
+
+class RowRing(TileRing):
+    """K or V, whose rows are keys."""
+
+    def __init__(self, barriers, config: BlockConfig, dims: int, start: cute.Pointer, place: Place, pages: Pages) -> None:
+        super().__init__(barriers, config, dims, start, place, pages)
+        self.columns = dims // CHUNK  # of a block, of which a row's lanes begin with the first
+        if not pages.by_columns and 32 % self.columns:
+            self.columns = 128 // ELEMENT_BYTES // CHUNK
+            self.blocks = dims // CHUNK // self.columns
 
     def of(self, index: Int32, rows: int) -> tuple[Int32, Int32]:
         """Row and column of a warp's chunk: neighbours in memory for neighbouring threads."""
         if self.pages.by_columns:  # a page has all slots' first 8 elements, then all slots' next 8
             return index % rows, index // rows
-        return index // self.columns, index % self.columns
+        block = index // (rows * self.columns)
+        return index // self.columns - block * rows, block * self.columns + index % self.columns
+
+    def key(self, row: Int32, column: Int32) -> Int32:
+        return row
+
+    def has(self, row: Int32, column: Int32) -> Boolean:
+        return column * CHUNK < self.place.dims
+
+    def bytes_of(self, keys: Int32) -> Int32:
+        return Int32(16)
+
+    def offset(self, inside: Int32, row: Int32, column: Int32, key_is_row: bool = False) -> Int32:
+        """In a page, of the chunk that is `row` slots behind slot `inside`, or, with `key_is_row`, in that slot."""
+        return (inside if key_is_row else inside + row) * self.place.row + column * self.place.chunk
+
+    def step(self, rows: int) -> Int32:
+        """From a copy to the next one, in elements."""
+        if self.pages.by_columns:
+            return 32 // rows * self.place.chunk
+        return 32 // self.columns * self.place.row
+
+    def slot_byte(self, before: int, row: Int32, column: Int32) -> Int32:
+        return swizzled(self.warp * self.warp_keys + before + row, column, self.keys)
 
 
-class ColumnRing(Filled, PagedRing):
-    """vLLM's V: rows are elements of the head dim, and columns 8 keys."""
+class ColumnRing(TileRing):
+    """vLLM's V: rows are elements of the head dim, and columns 8 keys, all of a page."""
 
-    def __init__(self, barriers, config: BlockConfig, dims: int, start: cute.Pointer, place: Place, pages: Pages) -> None:
-        super().__init__(barriers, config.stages, config.tile_n * dims * ELEMENT_BYTES, WARPGROUP // 32)
-        self.rows, self.dims = config.tile_n, dims
-        self.width = swizzle_bytes(config.tile_n)
-        self.start = Int32(start.toint())
-        self.place = place
-        self.pages = pages
+    def of(self, index: Int32, keys: int) -> tuple[Int32, Int32]:
+        columns = keys // CHUNK
+        return index // columns, index % columns
 
-    def gather(self, slot: Slot, split: Split, position: int, pages: Int32) -> None:
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        lane, warp = thread % 32, thread // 32
-        columns = self.rows // 4 // CHUNK  # of a warp
-        first_key = (split.tile + position) * self.rows + warp * columns * CHUNK
-        head = split.head * self.place.head
-        to = self.start + slot.stage * self.stage_bytes
-        for step in range(self.dims * columns // 32):
-            index = step * 32 + lane
-            row, column = index // columns, index % columns
-            key = first_key + column * CHUNK
-            page = cute.arch.shuffle_sync(pages, column * CHUNK)
-            at = (key & self.pages.page_mask) + row * self.place.chunk + head
-            seen = (page != NO_PAGE) & (row < self.place.dims)
-            keys = cutlass.min(cutlass.max(split.end_key - key, 0), CHUNK)
-            size = whole(seen) // 16 * keys * ELEMENT_BYTES
-            place = swizzled(row, warp * columns + column, self.dims, self.width)
-            copy_16(to + place, self.place.inside(page, at), size)
+    def key(self, row: Int32, column: Int32) -> Int32:
+        return column * CHUNK
+
+    def has(self, row: Int32, column: Int32) -> Boolean:
+        return row < self.place.dims
+
+    def bytes_of(self, keys: Int32) -> Int32:
+        """Of 8 keys, of which so many are there."""
+        return cutlass.min(cutlass.max(keys, 0), CHUNK) * ELEMENT_BYTES
+
+    def offset(self, inside: Int32, row: Int32, column: Int32, key_is_row: bool = False) -> Int32:
+        return (inside if key_is_row else inside + column * CHUNK) + row * self.place.chunk
+
+    def step(self, keys: int) -> Int32:
+        return 32 * CHUNK // keys * self.place.chunk
+
+    def slot_byte(self, before: int, row: Int32, column: Int32) -> Int32:
+        place = (self.warp * self.warp_keys + before) // CHUNK + column
+        return swizzled(row, place, self.dims, swizzle_bytes(self.keys))
 
 
 class SplitRing(Filled, QueryRing):
@@ -242,7 +302,7 @@ class WarpSplitter(Splitter):
         return Rows(entry, start, end - start, queries, keys)
 
     @cute.jit
-    def total(self) -> Int32:
+    def line(self) -> Int32:
         lane = cute.arch.lane_idx()
         units = Int32(0)
         for first in cutlass.range(0, self.sequences, 32, unroll=1):
