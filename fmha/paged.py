@@ -33,7 +33,7 @@ from fmha.jit.layout import ALIGNMENT
 from fmha.jit.library import pick
 from fmha.paging import CHUNK, Pages, pages_of
 from fmha.problem import PagedProblem, Unsupported, supports
-from schedules.splits import UNLIMITED, counters_needed, parts_needed, sides
+from schedules.splits import UNLIMITED, counters_needed, parts_needed, shorts_of, sides
 
 MAX_UNITS = 2**31 - 2**20  # of KV tiles, over all Q tiles: the kernels count in 32 bits
 MAX_SPLITS = 256
@@ -261,7 +261,8 @@ def _plan(
         raise Unsupported(f"{operands['q']} and {operands['page_table']}: too many tiles of keys for one call")
     blank = 0 in shape or sequences == 0
     rows = min(config.tile_m, tokens * group)
-    parts = parts_needed(device.multiprocessors, q_tiles * k.heads, splits)
+    need = device.multiprocessors, shorts_of(rows), q_tiles * k.heads, splits
+    parts = parts_needed(*need)
     limits = sides(options.causal, *window)
     numbers = dict(zip(PAGED_SIZES, [0] * len(PAGED_SIZES), strict=True)) | {
         "sequences": sequences + 2 * packed,
@@ -276,6 +277,7 @@ def _plan(
         "left": limits[0],
         "right": limits[1],
         "splits": splits,
+        "shorts": shorts_of(rows),
         "ctas": device.multiprocessors,
         "part rows": rows,
         "parts": parts,
@@ -286,6 +288,8 @@ def _plan(
     def sizes(q_strides: tuple[int, ...], o_strides: tuple[int, ...]) -> HostNumbers:
         return HostNumbers((numbers | _steps("q", q_strides, packed) | _steps("o", o_strides, packed)).values())
 
+    if not blank and not launch.capturing(q.device):
+        workspace.reserve(q.device)
     plain, plain_o = layout.contiguous_strides(q.shape), layout.contiguous_strides(shape)
     q_in_place = layout.in_place(q)
     out_in_place = out is not None and layout.in_place(out)
@@ -296,8 +300,8 @@ def _plan(
         None if blank else kernel_function(problem, config, device.arch, q.device),
         scale_log2=(scale if softcap is None else softcap) * LOG2_E,
         cap_factor=cap_factor,
-        counters=counters_needed(device.multiprocessors, q_tiles * k.heads, splits),
-        floats=parts * rows * (config.value_dim + 2),
+        counters=counters_needed(*need),
+        floats=parts * rows * (config.value_dim + 2) + 2,
         sizes=sizes(*strides),
         copied=sizes(plain, plain_o),
         q_in_place=q_in_place,

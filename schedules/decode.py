@@ -11,6 +11,7 @@ The operations besides those of `schedules.forward`:
     ring.commit(slot)       arrive when this thread's copies have landed (PTX: cp.async.mbarrier.arrive.noinc)
     ring.wait(slot)         wait for those of all, and order them before the MMAs that follow (PTX: fence.proxy.async)
     pages(split, position)  begin to read which pages a tile is in
+    take                    a short segment, from a counter that all CTAs share
     write_part, publish     a split's O, its rows' sums and references, for whoever is last
     arrive                  one more split has left its part: true for the last one
 """
@@ -26,7 +27,7 @@ from schedules import program
 from schedules.domain import Section, Visits
 from schedules.forward import Attend, Ring, Role, Slot, WorkRing
 from schedules.program import range
-from schedules.splits import Split, Splitter
+from schedules.splits import Place, Plan, Split, Splitter
 
 
 class PagedRing(Ring):
@@ -51,19 +52,20 @@ class Fetch(Role):
     def pages(self, split: Split, position: int) -> Any:
         """Those of the tile at `position`, if the split has it."""
 
+    @abstractmethod
+    def take(self, plan: Plan) -> int:
+        """The number of a short segment that no CTA has, for all warps; behind the last one none is left."""
+
     @program.jit
     def run(self) -> None:
         """The pages of a tile are looked up while those of the tile before are copied."""
         q_slot = self.q.first()
         slot = self.k.first()
-        share = self.splitter.share()
-        split = self.splitter.first(share)
+        plan = self.splitter.plan()
+        segment = self.splitter.segment(plan, self.splitter.cta)
+        split = self.splitter.first(plan, segment)
         while split.valid != 0:
             pages = self.pages(split, split.begin)
-            self.q.acquire(q_slot)
-            self.q.post(q_slot, split)
-            self.q.load(q_slot, split, split.q_tile)
-            self.q.commit(q_slot)
             for position in range(split.begin, split.end, unroll=1):
                 upcoming = self.pages(split, position + 1)
                 self.k.acquire(slot)
@@ -74,10 +76,22 @@ class Fetch(Role):
                 self.v.commit(slot)
                 slot = self.k.next(slot)
                 pages = upcoming
-            split = self.splitter.next(share, split)
+                if position == split.begin:  # K is on its way already
+                    self.load_q(q_slot, split)
             q_slot = self.q.next(q_slot)
+            split = self.splitter.next(plan, segment, split)
+            if split.valid == 0 and plan.short > 0:
+                segment = self.splitter.segment(plan, plan.ctas + self.take(plan))
+                split = self.splitter.first(plan, segment)
         self.q.acquire(q_slot)
         self.q.post(q_slot, split)
+        self.q.commit(q_slot)
+
+    @program.jit
+    def load_q(self, q_slot: Slot, split: Split) -> None:
+        self.q.acquire(q_slot)
+        self.q.post(q_slot, split)
+        self.q.load(q_slot, split, split.q_tile)
         self.q.commit(q_slot)
 
 
@@ -87,7 +101,7 @@ class Decode(Attend):
     splitter: Splitter
 
     @abstractmethod
-    def write_part(self, split: Split) -> None:
+    def write_part(self, split: Split, place: Place) -> None:
         """O, the sums and the references go where the last one finds them."""
 
     @abstractmethod
@@ -95,11 +109,11 @@ class Decode(Attend):
         """What all threads of the warpgroup have written comes before what one of them says next, for all CTAs."""
 
     @abstractmethod
-    def arrive(self, split: Split) -> Any:
+    def arrive(self, place: Place) -> Any:
         """True if all other splits of the Q tile have left their parts: these can now be read."""
 
     @abstractmethod
-    def merge(self, split: Split) -> None:
+    def merge(self, split: Split, place: Place) -> None:
         """Writes the output, of all parts. The counter is 0 again."""
 
     @abstractmethod
@@ -113,11 +127,13 @@ class Decode(Attend):
     def run(self) -> None:
         q_slot = self.q.first()
         slot = self.k.first()
+        plan = self.splitter.plan()
         self.q.wait(q_slot)
         split = self.q.work(q_slot)
         while split.valid != 0:
             visits = self.visits(split)
             tile = self.domain.tile(visits, split.begin)
+            place = self.splitter.place(plan, split)
             self.take_up(split)
             self.open(q_slot, slot)
             self.retire(0)
@@ -142,7 +158,7 @@ class Decode(Attend):
             self.retire(0)
             self.v.release(slot)
             self.q.release(q_slot)
-            self.leave(split)
+            self.leave(split, place)
             slot = self.k.next(slot)
             q_slot = self.q.next(q_slot)
             self.q.wait(q_slot)
@@ -152,12 +168,12 @@ class Decode(Attend):
         """Not before the end: O leaves straight from registers."""
 
     @program.jit
-    def leave(self, split: Split) -> None:
+    def leave(self, split: Split, place: Place) -> None:
         """The output, if this is the only split of its Q tile or the last one to end."""
-        if split.parts == 1:
+        if place.parts == 1:
             self.write(split)
         else:
-            self.write_part(split)
+            self.write_part(split, place)
             self.publish()
-            if self.arrive(split):
-                self.merge(split)
+            if self.arrive(place):
+                self.merge(split, place)

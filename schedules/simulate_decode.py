@@ -5,9 +5,10 @@ CTAs are simulated one after another, in any order: what they share are the part
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +21,12 @@ from schedules.machine import Buffer, CountError, Event, Fence, Hazard, Machine,
 from schedules.rings import Counts, NumpyRing, NumpyWorkRing
 from schedules.scores import SCORES, Score, score_of
 from schedules.simulate import COSTS, NumpyAttend, Result
-from schedules.splits import Rows, Split, Splitter, sides
+from schedules.splits import Place, Plan, Rows, Split, Splitter, sides
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
 
 SMALL = BlockConfig(16, tile_n=16, stages=2, q_stages=2, consumers=1, producer_registers=248, consumer_registers=248)
 TILE_M = 16  # rows of a small Q tile
+SHORTS = 3
 
 
 @dataclass(frozen=True)
@@ -100,19 +102,20 @@ class NumpySplitter(Splitter):
         self.batch, self.domain, self.tile_m = batch, domain, tile_m
         self.heads, self.group = batch.k_pages.shape[2], batch.group
         self.left, self.right = limits
-        self.splits, self.ctas = splits, ctas
+        self.splits, self.ctas, self.shorts = splits, ctas, SHORTS
         self.cta = 0
 
     def rows(self, batch: int) -> Rows:
         return self.batch.rows(batch)
 
-    def line(self) -> int:
-        return sum(self.units(batch) for batch in range(self.batch.sequences))
+    def line(self) -> tuple[int, int]:
+        units = [self.units(batch) for batch in range(self.batch.sequences)]
+        return sum(unit for unit, _ in units), max((width for _, width in units), default=0)
 
     def seek(self, unit: int) -> tuple[int, int]:
         base = 0
         for batch in range(self.batch.sequences):
-            units = self.units(batch)
+            units, _ = self.units(batch)
             if unit < base + units:
                 return batch, base
             base += units
@@ -222,6 +225,10 @@ class NumpyFetch(Fetch):
             found.append(int(cta.batch.table[split.batch, key // cta.batch.page]) if seen else None)
         return (split, position), found
 
+    def take(self, plan: Plan) -> int:
+        self.cta.machine.op("take")
+        return next(self.cta.taken)
+
 
 class NumpyDecode(Decode, NumpyAttend):
     """The consumer warpgroup."""
@@ -277,40 +284,40 @@ class NumpyDecode(Decode, NumpyAttend):
             sunk = -math.inf if token >= split.seqlen_q else self.sinks[row, 0]
             batch.lse[at] = sunk if blind else (largest[row, 0] + math.log2(weights[row, 0])) * math.log(2)
 
-    def write_part(self, split: Split) -> None:
+    def write_part(self, split: Split, place: Place) -> None:
         self.machine.op("write_part")
         self.machine.touch(reads=[self.o])
         self._check_tiles(split)
         parts = self.cta.parts
-        if split.part in parts.left:
-            self.machine.fail(Hazard, f"part {split.part} is still there")
-        parts.left[split.part] = Part(self.o.data.copy(), self.row_sum.copy(), self.reference.copy())
+        if place.own in parts.left:
+            self.machine.fail(Hazard, f"part {place.own} is still there")
+        parts.left[place.own] = Part(self.o.data.copy(), self.row_sum.copy(), self.reference.copy())
 
     def publish(self) -> None:
         self.machine.op("publish")
         for part in self.cta.parts.left.values():
             part.published = True
 
-    def arrive(self, split: Split) -> bool:
+    def arrive(self, place: Place) -> bool:
         self.machine.op("arrive")
         counters = self.cta.parts.counters
-        counters[split.counter] = counters.get(split.counter, 0) + 1
-        return counters[split.counter] == split.parts
+        counters[place.counter] = counters.get(place.counter, 0) + 1
+        return counters[place.counter] == place.parts
 
-    def merge(self, split: Split) -> None:
+    def merge(self, split: Split, place: Place) -> None:
         self.machine.op("merge")
         parts = self.cta.parts
-        at = [self.splitter.part(split, index) for index in range(split.parts)]
-        for place in at:
-            if place not in parts.left or not parts.left[place].published:
-                self.machine.fail(Hazard, f"part {place} is not there yet")
-        found = [parts.left.pop(place) for place in at]
+        at = [self.splitter.part(place, index) for index in range(place.parts)]
+        for part in at:
+            if part not in parts.left or not parts.left[part].published:
+                self.machine.fail(Hazard, f"part {part} is not there yet")
+        found = [parts.left.pop(part) for part in at]
         reference = np.maximum.reduce([part.reference for part in found])
         shrink = [np.exp2(part.reference - reference) for part in found]
         o = sum(part.o * by for part, by in zip(found, shrink, strict=True))
         row_sum = sum(part.row_sum * by for part, by in zip(found, shrink, strict=True))
         self._output(split, o, row_sum, reference)
-        parts.counters[split.counter] = 0
+        parts.counters[place.counter] = 0
 
 
 class DecodeCta:
@@ -322,11 +329,20 @@ class DecodeCta:
     DECODE: type[NumpyDecode] = NumpyDecode
 
     def __init__(
-        self, batch: Batch, splitter: NumpySplitter, parts: Parts, score: Score, config: BlockConfig, machine: Machine
+        self,
+        batch: Batch,
+        splitter: NumpySplitter,
+        parts: Parts,
+        score: Score,
+        config: BlockConfig,
+        machine: Machine,
+        taken: Iterator[int],
     ) -> None:
+        """`taken` are the numbers of short segments that this CTA gets when it asks."""
         from schedules.rings import Turnstile
 
         self.batch, self.tensors, self.splitter, self.parts = batch, batch, splitter, parts
+        self.taken = taken
         self.domain, self.score, self.config, self.machine = splitter.domain, score, config, machine
         self.rows = splitter.tile_m
         self.names = ["decode"]
@@ -415,19 +431,30 @@ def paged(
         np.full(o.shape[:3], math.nan),
         np.zeros(o.shape[:3], int),
     )
-    splitter_of = lambda: NumpySplitter(  # noqa: E731
+    parts, trace = Parts(), list[Event]()
+    splitter = NumpySplitter(
         batch, Ascending(TILE_M, config.tile_n), TILE_M, sides(causal, *window), splits, multiprocessors
     )
-    parts, trace = Parts(), list[Event]()
+    plan = splitter.plan()
+    shares = share_out(plan.short, multiprocessors, seed)
     order = list(range(multiprocessors))
     random.Random(seed).shuffle(order)
     for index in order:
-        splitter = splitter_of()
         splitter.cta = index
         machine = Machine(policy, seed, index, COSTS)
-        cta(batch, splitter, parts, SCORES[score_of(softcap is not None, False)], config, machine).run()
+        score = SCORES[score_of(softcap is not None, False)]
+        cta(batch, splitter, parts, score, config, machine, shares[index]).run()
         trace += machine.trace
     parts.settle()
     for at in np.argwhere(batch.written != 1)[:1]:
         raise CountError(f"exit: row {tuple(at)} was written {batch.written[tuple(at)]} times")
     return Result(o, batch.lse, trace) if cu_seqlens_q is None else Result(o[0], batch.lse[0], trace)
+
+
+def share_out(short: int, multiprocessors: int, seed: int) -> list[Iterator[int]]:
+    """The short segments that each CTA gets: any way to deal them out is a possible one."""
+    shares: list[list[int]] = [[] for _ in range(multiprocessors)]
+    dealer = random.Random(seed)
+    for index in range(short):
+        dealer.choice(shares).append(index)
+    return [itertools.chain(share, itertools.count(short + cta)) for cta, share in enumerate(shares)]

@@ -2,13 +2,14 @@
 
 Decoding reads every key and value once for a few queries, so what counts is that all multiprocessors read at the same
 time and end at the same time. The tiles of all Q tiles stand in one line of `units`, head by head, sequence by
-sequence, and every CTA gets as many of them as the others, give or take one: a `Split` is what a CTA has of a Q tile.
-It may be all of it. Otherwise each split leaves a part, and the CTA that is the last to do so merges them.
+sequence. It is cut into segments: one for every CTA, all of the same length, and behind these short ones, for whoever
+is the first to be done, as multiprocessors do not read equally fast. A `Split` is what a segment has of a Q tile. It
+may be all of it. Otherwise each split leaves a part, and the CTA that is the last to do so merges them.
 
 With a fixed number of splits a unit is a split, whose tiles depend on nothing but the Q tile: then a row of the output
 has the same bits whatever else is in the batch.
 
-The lengths are on the device, and every CTA works its share out for itself (`Splitter`).
+The lengths are on the device, and every CTA works its segments out for itself (`Splitter`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from schedules import program
 from schedules.domain import Ascending, Bounds, Visits
 
 UNLIMITED = 1 << 29  # of a window's sides, and of lengths: three of them are added up in 32 bits
+MERGED = 24  # splits at most, or so, that short segments make of a Q tile: to merge more takes longer than they save
+SHORT_PART = 12  # one part in so many of the line is for short segments
+LEAST_UNITS = 16  # of a long segment, for each of a short one
 
 
 class Rows(NamedTuple):
@@ -32,14 +36,24 @@ class Rows(NamedTuple):
     seqlen_k: int
 
 
-class Share(NamedTuple):
-    """What the CTAs have of the units: `each` of them so many, and the first `more` one more; and what this one has."""
+class Plan(NamedTuple):
+    """How the units are dealt out: to each of `ctas` a segment of `each`, to the first `more` one more, and from unit
+    `long` on `short` ones, of `piece` units."""
 
+    line: int  # units of a head
+    ctas: int
     each: int
     more: int
+    long: int
+    piece: int
+    short: int
+
+
+class Segment(NamedTuple):
+    """Units from `begin` up to `end`."""
+
     begin: int
     end: int
-    line: int  # units of a head
 
 
 class Split(NamedTuple):
@@ -63,16 +77,23 @@ class Split(NamedTuple):
     end_key: int  # one past the last
     begin: int
     end: int
-    parts: int  # that the Q tile is split into
-    part: int  # where this one's is kept, among those of all CTAs
-    first: int  # and that of the Q tile's first split
+    unit: int  # its first
+    until: int  # one past its last
+    base: int  # the first of its sequence, for its head
+    width: int  # how many its Q tile has
+
+
+class Place(NamedTuple):
+    """Where the parts of a Q tile are kept, and this split's."""
+
+    parts: int
+    own: int
+    first: int
     counter: int  # of those that have left a part
-    until: int  # one past its last unit
-    base: int  # the first unit of its sequence, for its head
 
 
 class Splitter(ABC):
-    """Deals the units out. What a role carries are its `Share` and its `Split`."""
+    """Deals the units out. What a role carries are a `Plan`, a `Segment` and a `Split`."""
 
     domain: Ascending
     tile_m: int
@@ -80,7 +101,8 @@ class Splitter(ABC):
     group: int  # heads of Q that share one
     left: int  # `schedules.domain.Bounds`
     right: int
-    splits: int  # of every Q tile; 0: as its share of the CTAs has it
+    splits: int  # of every Q tile; 0: as the segments have it
+    shorts: int  # short segments at most, for each CTA
     ctas: int
     cta: int
 
@@ -89,45 +111,64 @@ class Splitter(ABC):
         """Of sequence `batch`."""
 
     @abstractmethod
-    def line(self) -> int:
-        """The units of all sequences, for one head."""
+    def line(self) -> tuple[int, int]:
+        """The units of all sequences, for one head, and those of the widest Q tile."""
 
     @abstractmethod
     def seek(self, unit: int) -> tuple[int, int]:
         """The sequence that has unit `unit` of a head, and that one's first unit."""
 
     @program.jit
-    def share(self) -> Share:
-        line = self.line()
+    def plan(self) -> Plan:
+        line, widest = self.line()
         total = line * self.heads
         ctas = max(1, min(self.ctas, total))
         each = total // ctas
-        more = total - each * ctas
-        begin = self.share_begin(self.cta, each, more)
-        end = self.share_begin(self.cta + 1, each, more)
-        return Share(each, more, begin, end if self.cta < ctas and total > 0 else begin, line)
+        long, piece, short = total, 1, 0
+        least = max(2, (widest + MERGED - 1) // MERGED)
+        if self.splits == 0 and each >= LEAST_UNITS * least:
+            spare = total // SHORT_PART
+            wanted = ctas * self.shorts
+            piece = max(least, (spare + wanted - 1) // wanted)
+            short = spare // piece
+            long = total - short * piece
+            each = long // ctas
+        return Plan(line, ctas, each, long - each * ctas, long, piece, short)
 
     @program.jit
-    def share_begin(self, cta: int, each: int, more: int) -> int:
-        return cta * each + min(cta, more)
+    def segment(self, plan: Plan, index: int) -> Segment:
+        """Segment `index`; behind the last one there are no units."""
+        short = min(max(0, index - plan.ctas), plan.short)
+        at = plan.long + short * plan.piece
+        end = at + (plan.piece if index - plan.ctas < plan.short else 0)
+        begin = self.long_begin(plan, index)
+        long = index < plan.ctas
+        return Segment(begin if long else at, self.long_begin(plan, index + 1) if long else end)
 
     @program.jit
-    def owner(self, unit: int, share: Share) -> int:
-        """The CTA that has it."""
-        long = share.more * (share.each + 1)
-        short = share.more + max(0, unit - long) // max(1, share.each)
-        return unit // (share.each + 1) if unit < long else short
+    def long_begin(self, plan: Plan, index: int) -> int:
+        return index * plan.each + min(index, plan.more)
 
     @program.jit
-    def bounds(self, rows: Rows) -> Bounds:
+    def segment_of(self, plan: Plan, unit: int) -> int:
+        """The number of the segment that has it."""
+        longer = plan.more * (plan.each + 1)
+        long = plan.more + max(0, unit - longer) // max(1, plan.each)
+        long = unit // (plan.each + 1) if unit < longer else long
+        return plan.ctas + (unit - plan.long) // plan.piece if unit >= plan.long else long
+
+    @program.jit
+    def bounds(self, rows: Rows | Split) -> Bounds:
         return Bounds(rows.seqlen_q, rows.seqlen_k, self.left, self.right)
 
     @program.jit
     def queries(self, rows: Rows | Split, q_tile: int) -> tuple[int, int]:
         """The first and the last query of a Q tile."""
-        first = q_tile * self.tile_m // self.group
-        last = (q_tile * self.tile_m + self.tile_m - 1) // self.group
-        return first, min(last, rows.seqlen_q - 1)
+        first, last = 0, rows.seqlen_q - 1
+        if rows.rows * self.group > self.tile_m:
+            first = q_tile * self.tile_m // self.group
+            last = min((q_tile * self.tile_m + self.tile_m - 1) // self.group, last)
+        return first, last
 
     @program.jit
     def visits(self, rows: Rows | Split, q_tile: int) -> Visits:
@@ -150,50 +191,54 @@ class Splitter(ABC):
         return self.splits if self.splits > 0 else self.span(rows).total
 
     @program.jit
-    def units(self, batch: int) -> int:
-        """Of a sequence, for one head."""
+    def units(self, batch: int) -> tuple[int, int]:
+        """Of a sequence, for one head, and of a Q tile of it."""
         rows = self.rows(batch)
-        return self.width(rows) * self.q_tiles(rows)
+        width, q_tiles = self.width(rows), self.q_tiles(rows)
+        return width * q_tiles, width if q_tiles > 0 else 0
 
     @program.jit
-    def first(self, share: Share) -> Split:
+    def first(self, plan: Plan, segment: Segment) -> Split:
         split = self.none()
-        if share.begin < share.end:
-            head = share.begin // share.line
-            batch, base = self.seek(share.begin - head * share.line)
-            split = self.cut(share, share.begin, head, batch, base + head * share.line)
+        if segment.begin < segment.end:
+            head = segment.begin // plan.line
+            batch, base = self.seek(segment.begin - head * plan.line)
+            split = self.cut(segment, segment.begin, head, batch, base + head * plan.line)
         return split
 
     @program.jit
-    def next(self, share: Share, split: Split) -> Split:
+    def next(self, plan: Plan, segment: Segment, split: Split) -> Split:
+        """The next one of a segment."""
         unit, head, batch, base = split.until, split.head, split.batch, split.base
         following = self.none()
-        if unit < share.end:
-            if unit == (head + 1) * share.line:
+        if unit < segment.end:
+            if unit == (head + 1) * plan.line:
                 head, batch, base = head + 1, 0, unit
-            units = self.units(batch)
+            units, _ = self.units(batch)
             while unit >= base + units:
                 base = base + units
                 batch = batch + 1
-                units = self.units(batch)
-            following = self.cut(share, unit, head, batch, base)
+                units, _ = self.units(batch)
+            following = self.cut(segment, unit, head, batch, base)
         return following
 
     def none(self) -> Split:
         return Split(*[0] * len(Split._fields))
 
     @program.jit
-    def cut(self, share: Share, unit: int, head: int, batch: int, base: int) -> Split:
+    def cut(self, segment: Segment, unit: int, head: int, batch: int, base: int) -> Split:
         """What begins with `unit`, which is of sequence `batch`, whose first one is `base`."""
         rows = self.rows(batch)
         span, width = self.span(rows), self.width(rows)
-        q_tile = (unit - base) // width
+        q_tile = 0
+        if unit - base >= width:
+            q_tile = (unit - base) // width
         at = (unit - base) - q_tile * width
-        until = at + 1 if self.splits > 0 else min(width, at + share.end - unit)
-        row_begin = unit - at
+        until = at + 1 if self.splits > 0 else min(width, at + segment.end - unit)
 
-        begin = span.total * at // width if self.splits > 0 else at
-        end = span.total * until // width if self.splits > 0 else until
+        begin, end = at, until
+        if self.splits > 0:
+            begin, end = span.total * at // width, span.total * until // width
         visits, bounds = self.visits(rows, q_tile), self.bounds(rows)
         first_query, last_query = self.queries(rows, q_tile)
         first_key, end_key = max(self.domain.lo(first_query, bounds), 0), self.domain.hi(last_query, bounds)
@@ -202,32 +247,44 @@ class Splitter(ABC):
         empty = end <= begin  # one tile then, behind all keys
         begin = visits.total if empty else begin
         end = visits.total + 1 if empty else end
-
-        counter, parts, part, first = row_begin // width, width, unit, row_begin
-        if self.splits == 0:
-            counter = self.owner(row_begin, share)
-            parts = self.owner(row_begin + width - 1, share) - counter + 1
-            part = 2 * self.cta + (0 if unit == share.begin else 1)
-            first = 2 * counter + (0 if self.share_begin(counter, share.each, share.more) == row_begin else 1)
-        place = visits.first, first_key, end_key, begin, end
-        return Split(
-            batch, head, q_tile, 1, *rows, *place, parts, part, first, counter, unit + until - at, base
-        )  # fmt: skip
+        where = visits.first, first_key, end_key, begin, end
+        return Split(batch, head, q_tile, 1, *rows, *where, unit, unit + until - at, base, width)
 
     @program.jit
-    def part(self, split: Split, index: int) -> int:
-        """Where the part of the Q tile's split `index` is: of a CTA, its first split's is before its last one's."""
-        shared = split.first if index == 0 else 2 * (split.counter + index)
-        return split.first + index if self.splits > 0 else shared
+    def place(self, plan: Plan, split: Split) -> Place:
+        """Of two splits that a segment shares with others, its first one's part comes before its last one's."""
+        row = split.base + split.q_tile * split.width  # the first unit of the Q tile
+        parts, own, first, counter = split.width, split.unit, row, row // split.width
+        if self.splits == 0:
+            parts, own, first, counter = 1, 0, 0, 0
+            if split.until - split.unit < split.width:
+                counter = self.segment_of(plan, row)
+                parts = self.segment_of(plan, row + split.width - 1) - counter + 1
+                mine = self.segment_of(plan, split.unit)
+                own = 2 * mine + (0 if self.segment(plan, mine).begin == split.unit else 1)
+                first = 2 * counter + (0 if self.segment(plan, counter).begin == row else 1)
+        return Place(parts, own, first, counter)
+
+    @program.jit
+    def part(self, place: Place, index: int) -> int:
+        """Where the part of the Q tile's split `index` is."""
+        shared = place.first if index == 0 else 2 * (place.counter + index)
+        return place.first + index if self.splits > 0 else shared
 
 
-def parts_needed(ctas: int, q_rows: int, splits: int) -> int:
+def shorts_of(rows: int) -> int:
+    """Short segments for each CTA, where a part has so many rows: their room is kept small."""
+    return 8 if rows <= 16 else 2
+
+
+def parts_needed(ctas: int, shorts: int, q_rows: int, splits: int) -> int:
     """Parts at most, of so many Q tiles."""
-    return q_rows * splits if splits else 2 * ctas
+    return q_rows * splits if splits else 2 * ctas * (1 + shorts)
 
 
-def counters_needed(ctas: int, q_rows: int, splits: int) -> int:
-    return q_rows if splits else ctas
+def counters_needed(ctas: int, shorts: int, q_rows: int, splits: int) -> int:
+    """Those of parts, behind the one of short segments."""
+    return 1 + (q_rows if splits else ctas * (1 + shorts))
 
 
 def sides(causal: bool, left: int | None, right: int | None) -> tuple[int, int]:

@@ -9,7 +9,7 @@
     table, seq_lens       the addresses of int32 [B, most pages] and [B]
     cu_seqlens_q          the address of int32 [B + 1] where sequences are packed; 0 otherwise
     parts                 the address of float32: of each part the sums and references of its rows, and then of each O
-    counters              the address of int32, 0 before the kernel and behind it
+    counters              the address of int32, 0 before the kernel and behind it: the first counts short segments
 
 The CTAs, one a multiprocessor, share the KV tiles of the whole batch out among them (`schedules.splits`).
 """
@@ -25,28 +25,51 @@ from fmha.jit.arguments import PAGED_SIZES
 from fmha.kernels.sm90 import softmax, wgmma
 from fmha.kernels.sm90.barriers import PingPong
 from fmha.kernels.sm90.forward import LN2, LOG2_E, Logits, WgmmaAttend, mma_shapes
-from fmha.kernels.sm90.listing import write
-from fmha.kernels.sm90.paged import ColumnRing, Pages, Place, RowRing, SplitRing, WarpSplitter
+from fmha.kernels.sm90.listing import atomic_increment, write
+from fmha.kernels.sm90.paged import VALUE_SWIZZLE, ColumnRing, Pages, Place, RowRing, SplitRing, WarpSplitter
 from schedules.decode import Decode, Fetch
 from schedules.domain import Ascending, Visits
 from schedules.scores import SCORES
-from schedules.splits import Split
+from schedules.splits import Place as Kept
+from schedules.splits import Plan, Split
 from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
 
 WARPS = WARPGROUP // 32
-LAST = 3  # the named barrier of the consumers
+FETCHING, DECODING = 2, 3  # named barriers of the warpgroups
 
 
 class PagedFetch(Fetch):
     """The producer warpgroup."""
 
-    def __init__(self, rings, splitter: WarpSplitter, pages: Pages) -> None:
+    def __init__(self, rings, splitter: WarpSplitter, pages: Pages, counters: Int64, taken: cute.Tensor) -> None:
         self.q, self.k, self.v = rings
         self.splitter = splitter
         self.looked_up = pages
+        self.counters = counters
+        self.taken = taken  # in shared memory
 
     def pages(self, split: Split, position: int) -> Int32:
         return self.looked_up.look_up(split, position)
+
+    @cute.jit
+    def take(self, plan: Plan) -> Int32:
+        """The CTA that is told last that none is left sets the counter back."""
+        if cute.arch.thread_idx()[0] == 0:
+            self.ask(plan)
+        cute.arch.barrier(barrier_id=FETCHING, number_of_threads=WARPGROUP)
+        found = self.taken[0]
+        cute.arch.barrier(barrier_id=FETCHING, number_of_threads=WARPGROUP)
+        return found
+
+    @cute.jit
+    def ask(self, plan: Plan):
+        number = atomic_increment(self.counters)
+        if number == plan.short + plan.ctas - 1:
+            write(self.counters, Int32(0), Int32(0))
+        self.keep(number)
+
+    def keep(self, number: Int32) -> None:
+        self.taken[0] = number
 
 
 class WgmmaDecode(Decode, WgmmaAttend):
@@ -109,52 +132,52 @@ class WgmmaDecode(Decode, WgmmaAttend):
         return [(softmax.element(r, 2 * i), 8 * i + 2 * (self.lane % 4)) for i in range(count)]
 
     @cute.jit
-    def write_part(self, split: Split):
+    def write_part(self, split: Split, place: Kept):
         for r in cutlass.range_constexpr(softmax.ROWS):
             total = self.total(r)
             if self.local(r) < self.parts.rows:
-                self.write_part_row(split, r)
+                self.write_part_row(place, r)
             if self.local(r) < self.parts.rows and self.lane % 4 == 0:
-                self.parts.store_sum(split.part, self.local(r), total, self.reference[r])
+                self.parts.store_sum(place.own, self.local(r), total, self.reference[r])
 
-    def write_part_row(self, split: Split, r: int) -> None:
+    def write_part_row(self, place: Kept, r: int) -> None:
         for at, column in self.pairs(r):
-            self.parts.store(split.part, self.local(r), column, self.o[at], self.o[at + 1])
+            self.parts.store(place.own, self.local(r), column, self.o[at], self.o[at + 1])
 
     def publish(self) -> None:
         cute.arch.fence_acq_rel_gpu()
         self.meet()
 
     def meet(self) -> None:
-        cute.arch.barrier(barrier_id=LAST, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=DECODING, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def arrive(self, split: Split) -> Boolean:
+    def arrive(self, place: Kept) -> Boolean:
         if self.thread == 0:
-            self.parts.arrive(split.counter)
+            self.parts.arrive(place.counter)
         self.meet()
-        return self.parts.arrived[0] == split.parts - 1
+        return self.parts.arrived[0] == place.parts - 1
 
     @cute.jit
-    def merge(self, split: Split):
+    def merge(self, split: Split, place: Kept):
         cute.arch.fence_acq_rel_gpu()
         quads = self.kernel.config.value_dim // 4
         rows = cutlass.min(self.parts.rows, split.rows * self.splitter.group - split.q_tile * ROWS_PER_WARPGROUP)
         for item in cutlass.range(self.thread, rows * quads, WARPGROUP, unroll=1):
-            self.merge_quad(split, item // quads, item % quads)
+            self.merge_quad(split, place, item // quads, item % quads)
         if self.thread == 0:
-            write(self.parts.counters, split.counter, Int32(0))
+            write(self.parts.counters, 1 + place.counter, Int32(0))
 
     @cute.jit
-    def merge_quad(self, split: Split, row: Int32, quad: Int32):
+    def merge_quad(self, split: Split, place: Kept, row: Int32, quad: Int32):
         """Four columns of a row."""
         reference, total = Float32(-Float32.inf), Float32(0.0)
         o = cute.make_rmem_tensor(4, Float32)
         o.fill(0.0)
-        for index in cutlass.range(split.parts, unroll=8):
-            place = self.splitter.part(split, index)
-            part = self.parts.load(place, row, quad)
-            sums = self.parts.load_sum(place, row)
+        for index in cutlass.range(place.parts, unroll=16):
+            at = self.splitter.part(place, index)
+            part = self.parts.load(at, row, quad)
+            sums = self.parts.load_sum(at, row)
             largest = cute.arch.fmax(reference, sums[1])
             before = cute.math.exp2(reference - largest, fastmath=True)
             now = cute.math.exp2(sums[1] - largest, fastmath=True)
@@ -231,7 +254,7 @@ class Parts:
         self.address = address
         self.counters = counters
         self.rows = rows  # of a part
-        self.o = address + Int64(count) * rows * 8
+        self.o = address + (Int64(count) * rows + 1) // 2 * 16
         self.dims = dims
         self.arrived = arrived  # in shared memory
 
@@ -265,7 +288,7 @@ class Parts:
         return self.read(self.address + (Int64(part) * self.rows + row) * 8, 2)
 
     def arrive(self, counter: Int32) -> None:
-        pointer = cute.make_ptr(Int32, self.counters, cute.AddressSpace.gmem, assumed_align=4) + counter
+        pointer = cute.make_ptr(Int32, self.counters, cute.AddressSpace.gmem, assumed_align=4) + 1 + counter
         self.arrived[0] = Int32(cute.arch.atomic_add(pointer.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu"))
 
 
@@ -320,7 +343,7 @@ class DecodeKernel:
         self.kernel(
             tuple(places),
             (self.qk, self.pv),
-            of("sequences", "tokens", "most keys", "kv_heads", "group", "left", "right", "splits"),
+            of("sequences", "tokens", "most keys", "kv_heads", "group", "left", "right", "splits", "shorts"),
             (table, *of("table row", "page shift")),
             (seq_lens, cu_seqlens_q),
             (scale_log2, cap_factor, sinks),
@@ -331,6 +354,7 @@ class DecodeKernel:
             block=(2 * WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -342,6 +366,7 @@ class DecodeKernel:
         barriers = allocator.allocate_array(cutlass.Int64, config.barriers)
         posted = allocator.allocate_tensor(Int32, cute.make_layout((len(Split._fields), config.q_stages)), 16)
         arrived = allocator.allocate_tensor(Int32, cute.make_layout(1), 16)
+        taken = allocator.allocate_tensor(Int32, cute.make_layout(1), 16)
         sq, sk, sv = self._shared_memory(allocator)
 
         splitter = WarpSplitter(self.domain, ROWS_PER_WARPGROUP, numbers, *lengths)
@@ -354,13 +379,8 @@ class DecodeKernel:
             RowRing(k_barriers, config, config.head_dim, sk, k, pages),
             value_ring(k_barriers + 2 * config.stages, config, config.value_dim, sv, v, pages),
         )
-        operands = (
-            wgmma.along_k(sq, config.tile_m, config.head_dim),
-            wgmma.along_k(sk, config.tile_n, config.head_dim),
-            wgmma.along_k(sv, config.value_dim, config.tile_n)
-            if self.by_columns
-            else wgmma.across_k(sv, config.tile_n, config.value_slots),
-        )
+        k_and_v = self._operands(sk, sv)
+        operands = (wgmma.along_k(sq, config.tile_m, config.head_dim), *k_and_v)
         decode = WgmmaDecode(
             self,
             rings,
@@ -370,7 +390,16 @@ class DecodeKernel:
             Outputs(o, lse, heads, splitter.tokens, self.domain),
             Parts(*parts, config.value_dim, arrived),
         )
-        Cta(rings, PagedFetch(rings, splitter, pages), decode).run()
+        fetch = PagedFetch(rings, splitter, pages, parts[1], taken)
+        Cta(rings, fetch, decode).run()
+
+    def _operands(self, sk: cute.Pointer, sv: cute.Pointer) -> tuple[wgmma.Operand, wgmma.Operand]:
+        config = self.config
+        if self.by_columns:
+            k = wgmma.in_blocks(sk, config.tile_n, config.head_dim, 16)
+            return k, wgmma.in_blocks(sv, config.value_dim, config.tile_n, VALUE_SWIZZLE)
+        k = wgmma.along_k(sk, config.tile_n, config.head_dim)
+        return k, wgmma.across_k(sv, config.tile_n, config.value_slots)
 
     def _shared_memory(self, allocator: SmemAllocator) -> tuple[cute.Pointer, cute.Pointer, cute.Pointer]:
         """Where the slots of Q, K and V begin."""
@@ -402,6 +431,10 @@ class Cta:
         if cute.arch.thread_idx()[0] == 0:
             self.init_barriers()
         cute.arch.sync_threads()
+        # The kernel before may still be running, and what it writes is read from here on. The one behind is told that
+        # its CTAs may start wherever those of this one have ended: it will wait at the same place.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < WARPS:
             self.fetch.run()
         else:

@@ -21,7 +21,7 @@ from schedules.tiling import ELEMENT_BYTES, ValueSlots, swizzle_bytes
 
 K = 16  # of one instruction, with 16-bit elements
 UNIT = 16  # bytes, of the fields
-SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes that are swizzled: the field's value
+SWIZZLES = {128: 1, 64: 2, 32: 3, 16: 0}  # bytes that are swizzled (16: none are): the field's value
 CORE_ROWS = 8  # of a core matrix, whose rows the swizzle permutes
 # Of each operand of one MMA, so many descriptors may be computed ahead: they belong into uniform registers, and where
 # more are wanted at a time than those hold, ptxas takes vector registers for every one, at two moves a half.
@@ -55,6 +55,13 @@ def along_k(tensor: cute.Tensor | cute.Pointer, rows: int, depth: int) -> Operan
     steps = tuple(k // inside * block + k % inside * step for k in range(depth // K))
     slot = rows * depth * ELEMENT_BYTES // UNIT
     return _operand(tensor, width, leading=1, slot=slot, steps=steps)  # the leading offset is not used
+
+
+def in_blocks(tensor: cute.Tensor | cute.Pointer, rows: int, depth: int, width: int) -> Operand:
+    """The same in blocks of `width` bytes, of 32 or 16: a k-step is one block, or two."""
+    block = rows * width // UNIT
+    steps = tuple(k * K * ELEMENT_BYTES // width * block for k in range(depth // K))
+    return _operand(tensor, width, leading=block, slot=rows * depth * ELEMENT_BYTES // UNIT, steps=steps)
 
 
 def across_k(tensor: cute.Tensor | cute.Pointer, depth: int, slots: ValueSlots) -> Operand:
