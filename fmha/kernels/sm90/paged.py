@@ -236,33 +236,32 @@ class SplitRing(Filled, QueryRing):
         cute.arch.mbarrier_arrive(self.full + slot.stage)
 
     def load(self, slot: Slot, split: Split, tile: int) -> None:
-        steps = self.rows * self.columns // WARPGROUP
         rows = split.seqlen_q * self.group - tile * self.rows
-        for step in range(steps):
-            self.load_rows(slot, split, tile, step * (self.rows // steps), rows)
+        for step in range(self.rows * self.columns // WARPGROUP):
+            self.load_step(slot, split, tile, step, rows)
 
     @cute.jit
-    def load_rows(self, slot: Slot, split: Split, tile: Int32, first: cutlass.Constexpr, rows: Int32):
-        """The rows from `first` on, as many as the warpgroup copies at a time; those behind the last are zeros."""
-        if first < rows:
-            self.copy_rows(slot, split, tile, first, rows)
+    def load_step(self, slot: Slot, split: Split, tile: Int32, step: cutlass.Constexpr, rows: Int32):
+        """As much as the warpgroup copies at a time. Rows behind the last one are zeros."""
+        if step * WARPGROUP // self.columns < rows:
+            self.copy_rows(slot, split, tile, step, rows)
         else:
-            self.clear_rows(slot, first)
+            self.clear_rows(slot, step)
 
-    def copy_rows(self, slot: Slot, split: Split, tile: Int32, first: int, rows: Int32) -> None:
-        row, column, to = self.at(slot, first)
+    def copy_rows(self, slot: Slot, split: Split, tile: Int32, step: int, rows: Int32) -> None:
+        row, column, to = self.at(slot, step)
         packed = tile * self.rows + row
         token = packed // self.group
         head = split.head * self.group + packed - token * self.group
         seen = (row < rows) & (column * CHUNK < self.q.dims)
         copy_16(to, self.q.at(split.entry, split.start_q + token, head, column), whole(seen))
 
-    def clear_rows(self, slot: Slot, first: int) -> None:
-        copy_16(self.at(slot, first)[2], self.q.address, Int32(0))
+    def clear_rows(self, slot: Slot, step: int) -> None:
+        copy_16(self.at(slot, step)[2], self.q.address, Int32(0))
 
-    def at(self, slot: Slot, first: int) -> tuple[Int32, Int32, Int32]:
+    def at(self, slot: Slot, step: int) -> tuple[Int32, Int32, Int32]:
         """Row and column of this thread's chunk, and where it goes."""
-        index = cute.arch.thread_idx()[0] % WARPGROUP + first * self.columns
+        index = cute.arch.thread_idx()[0] % WARPGROUP + step * WARPGROUP
         row, column = index // self.columns, index % self.columns
         return row, column, self.start + slot.stage * self.stage_bytes + swizzled(row, column, self.rows)
 
