@@ -81,12 +81,26 @@ def attention_paged(
 
     Page tables and lengths must be right: what is read is what they say. Lengths are cut to what the table has room for.
     """
-    given = (q, k_pages, v_pages, page_table, seq_lens, sinks, cu_seqlens_q, out)
-    options = Options(layout, causal, window, scale, softcap, num_splits, return_lse)
-    if not all(x is None or isinstance(x, Tensor) for x in given):
-        return _through_dlpack(given, options)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        refuse_gradients(**dict(zip(NAMES, given, strict=True)))
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k_pages, Tensor)
+        and isinstance(v_pages, Tensor)
+        and isinstance(page_table, Tensor)
+        and isinstance(seq_lens, Tensor)
+        and (sinks is None or isinstance(sinks, Tensor))
+        and (cu_seqlens_q is None or isinstance(cu_seqlens_q, Tensor))
+        and (out is None or isinstance(out, Tensor))
+    ):
+        given = (q, k_pages, v_pages, page_table, seq_lens, sinks, cu_seqlens_q, out)
+        return _through_dlpack(given, Options(layout, causal, window, scale, softcap, num_splits, return_lse))
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k_pages.requires_grad
+        or v_pages.requires_grad
+        or (out is not None and out.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
+    ):
+        refuse_gradients(q=q, k_pages=k_pages, v_pages=v_pages, out=out, sinks=sinks)
     if window is not NO_WINDOW:
         window = check_window(window)
     # fmt: off
@@ -109,9 +123,10 @@ def attention_paged(
     except TypeError:  # an option that cannot be hashed: planning says so
         plan = None
     if plan is None:
-        plan = _plan(*given, options._replace(window=window))
+        options = Options(layout, causal, window, scale, softcap, num_splits, return_lse)
+        plan = _plan(q, k_pages, v_pages, page_table, seq_lens, sinks, cu_seqlens_q, out, options)
         launch.remember(signature, plan)
-    return plan(*given)
+    return plan(q, k_pages, v_pages, page_table, seq_lens, sinks, cu_seqlens_q, out)
 
 
 NAMES = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "sinks", "cu_seqlens_q", "out")
@@ -167,9 +182,9 @@ class PagedLaunch:
         if self.function is None:
             o = (answer.new_output(q) if out is None else out).zero_()
             return (o, q.new_full(self.lse_shape, -math.inf, dtype=torch.float32)) if answer.return_lse else o
-        if (k_pages.data_ptr() | v_pages.data_ptr()) % ALIGNMENT:
-            raise Unsupported(f"k_pages or v_pages is not aligned to {ALIGNMENT} bytes, of which their addresses must be "
-                              "multiples")  # fmt: skip
+        k_at, v_at = k_pages.data_ptr(), v_pages.data_ptr()
+        if (k_at | v_at) % ALIGNMENT:
+            raise Unsupported(f"k_pages or v_pages is at no multiple of {ALIGNMENT} bytes")
         sizes = self.sizes
         if not self.q_in_place or q.data_ptr() % ALIGNMENT:
             q = q.clone(memory_format=torch.contiguous_format)
@@ -180,25 +195,17 @@ class PagedLaunch:
             sizes = sizes if out is None else self.copied
             q = q if out is None else q.contiguous()
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=device) if answer.return_lse else None
-        vectors = [None if x is None else x.contiguous() for x in (sinks, seq_lens, cu_seqlens_q)]
+        sinks = None if sinks is None else sinks.contiguous()
+        cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
+        seq_lens = seq_lens.contiguous()
         space = workspace.current(device, self.counters, self.floats)
+        # fmt: off
         self.function(
-            sizes.address,
-            q.data_ptr(),
-            k_pages.data_ptr(),
-            v_pages.data_ptr(),
-            o.data_ptr(),
-            address(lse),
-            address(vectors[0]),
-            page_table.data_ptr(),
-            address(vectors[1]),
-            address(vectors[2]),
-            space.parts.data_ptr(),
-            space.counters.data_ptr(),
-            self.scale_log2,
-            self.cap_factor,
-            space.stream,
+            sizes.address, q.data_ptr(), k_at, v_at, o.data_ptr(), address(lse), address(sinks),
+            page_table.data_ptr(), seq_lens.data_ptr(), address(cu_seqlens_q),
+            space.parts_at, space.counters_at, self.scale_log2, self.cap_factor, space.stream,
         )
+        # fmt: on
         if out is not None and out is not o:
             o = out.copy_(o)
         return o if lse is None else (o, lse)

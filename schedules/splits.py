@@ -126,7 +126,7 @@ class Splitter(ABC):
         each = total // ctas
         long, piece, short = total, 1, 0
         least = max(2, (widest + MERGED - 1) // MERGED)
-        if self.splits == 0 and each >= LEAST_UNITS * least:
+        if self.splits == 0 and self.shorts > 0 and each >= LEAST_UNITS * least:
             spare = total // SHORT_PART
             wanted = ctas * self.shorts
             piece = max(least, (spare + wanted - 1) // wanted)
@@ -274,7 +274,7 @@ class Splitter(ABC):
 
 def shorts_of(rows: int) -> int:
     """Short segments for each CTA, where a part has so many rows: their room is kept small."""
-    return 8 if rows <= 16 else 2
+    return 0
 
 
 def parts_needed(ctas: int, shorts: int, q_rows: int, splits: int) -> int:

@@ -16,12 +16,13 @@ RESERVE = 1 << 20  # counters for captured launches, that a device has at a time
 class Workspace:
     """Room for parts and counters on a device."""
 
-    __slots__ = ("counters", "parts", "stream")
+    __slots__ = ("counters", "counters_at", "parts", "parts_at", "stream")
 
     def __init__(self, stream: int, counters: torch.Tensor, parts: torch.Tensor) -> None:
         self.stream = stream
         self.counters = counters
         self.parts = parts
+        self.counters_at, self.parts_at = counters.data_ptr(), parts.data_ptr()
 
     def holds(self, counters: int, floats: int) -> bool:
         return self.counters.numel() >= counters and self.parts.numel() >= floats

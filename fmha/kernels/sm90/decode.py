@@ -29,12 +29,14 @@ from fmha.kernels.sm90.listing import atomic_increment, write
 from fmha.kernels.sm90.paged import VALUE_SWIZZLE, ColumnRing, Pages, Place, RowRing, SplitRing, WarpSplitter
 from schedules.decode import Decode, Fetch
 from schedules.domain import Ascending, Visits
+from schedules.forward import FLOOR
 from schedules.scores import SCORES
 from schedules.splits import Place as Kept
 from schedules.splits import Plan, Split
 from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
 
 WARPS = WARPGROUP // 32
+MERGED_AT_ONCE = 24  # parts whose loads are in flight together: of 8 KV heads a multiprocessor each has 17
 FETCHING, DECODING = 2, 3  # named barriers of the warpgroups
 
 
@@ -145,7 +147,8 @@ class WgmmaDecode(Decode, WgmmaAttend):
             self.parts.store(place.own, self.local(r), column, self.o[at], self.o[at + 1])
 
     def publish(self) -> None:
-        cute.arch.fence_acq_rel_gpu()
+        """What other threads have written before they met is part of what this one's fence, and then its atomic, puts
+        before whatever the last split does (PTX: causality order)."""
         self.meet()
 
     def meet(self) -> None:
@@ -171,19 +174,23 @@ class WgmmaDecode(Decode, WgmmaAttend):
     @cute.jit
     def merge_quad(self, split: Split, place: Kept, row: Int32, quad: Int32):
         """Four columns of a row."""
-        reference, total = Float32(-Float32.inf), Float32(0.0)
+        reference, total = Float32(FLOOR), Float32(0.0)
         o = cute.make_rmem_tensor(4, Float32)
         o.fill(0.0)
-        for index in cutlass.range(place.parts, unroll=16):
-            at = self.splitter.part(place, index)
-            part = self.parts.load(at, row, quad)
-            sums = self.parts.load_sum(at, row)
-            largest = cute.arch.fmax(reference, sums[1])
-            before = cute.math.exp2(reference - largest, fastmath=True)
-            now = cute.math.exp2(sums[1] - largest, fastmath=True)
-            total = total * before + sums[0] * now
-            self.add(o, part, before, now)
-            reference = largest
+        for begin in cutlass.range(0, place.parts, MERGED_AT_ONCE, unroll=1):
+            found = []
+            for i in cutlass.range_constexpr(MERGED_AT_ONCE):
+                at = self.splitter.part(place, cutlass.min(begin + i, place.parts - 1))
+                found.append((self.parts.load(at, row, quad), self.parts.load_sum(at, row)))
+            for i in cutlass.range_constexpr(MERGED_AT_ONCE):
+                part, sums = found[i]
+                mine = softmax.select(begin + i < place.parts, sums[1], Float32(-Float32.inf))
+                largest = cute.arch.fmax(reference, mine)
+                before = cute.math.exp2(reference - largest, fastmath=True)
+                now = cute.math.exp2(mine - largest, fastmath=True)
+                total = total * before + sums[0] * now
+                self.add(o, part, before, now)
+                reference = largest
         packed = split.q_tile * ROWS_PER_WARPGROUP + row
         query = packed // self.splitter.group
         head = split.head * self.splitter.group + packed - query * self.splitter.group
@@ -288,6 +295,7 @@ class Parts:
         return self.read(self.address + (Int64(part) * self.rows + row) * 8, 2)
 
     def arrive(self, counter: Int32) -> None:
+        cute.arch.fence_acq_rel_gpu()
         pointer = cute.make_ptr(Int32, self.counters, cute.AddressSpace.gmem, assumed_align=4) + 1 + counter
         self.arrived[0] = Int32(cute.arch.atomic_add(pointer.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu"))
 
