@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor

@@ -33,7 +33,7 @@ from fmha.jit.layout import ALIGNMENT
 from fmha.jit.library import pick
 from fmha.paging import CHUNK, Pages, pages_of
 from fmha.problem import PagedProblem, Unsupported, supports
-from schedules.splits import UNLIMITED, counters_needed, parts_needed, shorts_of, sides
+from schedules.splits import UNLIMITED, counters_needed, parts_needed, sides
 
 MAX_UNITS = 2**31 - 2**20  # of KV tiles, over all Q tiles: the kernels count in 32 bits
 MAX_SPLITS = 256
@@ -75,11 +75,11 @@ def attention_paged(
     cu_seqlens_q  int32 [B + 1]: sequence b has the queries from cu_seqlens_q[b] up to cu_seqlens_q[b + 1]. Rows of no
                 sequence give 0.
 
-    window, scale, softcap, sinks, out, return_lse, errors and results are those of `fmha.attention`; the LSE is [B, Hq],
-    [B, Hq, Sq] or [Hq, T]. Lengths, page table and offsets are read on the device only: the host waits for nothing, and
-    a captured CUDA graph takes new ones at every replay.
+    window, scale, softcap, sinks, out, return_lse, errors and results are those of `fmha.attention`; the LSE is
+    [B, Hq], [B, Hq, Sq] or [Hq, T]. Lengths, page table and offsets are read on the device only: the host waits for
+    nothing, and a captured CUDA graph takes new ones at every replay.
 
-    Page tables and lengths must be right: what is read is what they say. Lengths are cut to what the table has room for.
+    Page tables and lengths must be right: what is read is what they say. Lengths are cut to what a table has room for.
     """
     if not (
         isinstance(q, Tensor)
@@ -268,7 +268,7 @@ def _plan(
         raise Unsupported(f"{operands['q']} and {operands['page_table']}: too many tiles of keys for one call")
     blank = 0 in shape or sequences == 0
     rows = min(config.tile_m, tokens * group)
-    need = device.multiprocessors, shorts_of(rows), q_tiles * k.heads, splits
+    need = device.multiprocessors, q_tiles * k.heads, splits
     parts = parts_needed(*need)
     limits = sides(options.causal, *window)
     numbers = dict(zip(PAGED_SIZES, [0] * len(PAGED_SIZES), strict=True)) | {
@@ -284,7 +284,6 @@ def _plan(
         "left": limits[0],
         "right": limits[1],
         "splits": splits,
-        "shorts": shorts_of(rows),
         "ctas": device.multiprocessors,
         "part rows": rows,
         "parts": parts,

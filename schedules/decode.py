@@ -11,7 +11,6 @@ The operations besides those of `schedules.forward`:
     ring.commit(slot)       arrive when this thread's copies have landed (PTX: cp.async.mbarrier.arrive.noinc)
     ring.wait(slot)         wait for those of all, and order them before the MMAs that follow (PTX: fence.proxy.async)
     pages(split, position)  begin to read which pages a tile is in
-    take                    a short segment, from a counter that all CTAs share
     write_part, publish     a split's O, its rows' sums and references, for whoever is last
     arrive                  one more split has left its part: true for the last one
 """
@@ -27,7 +26,7 @@ from schedules import program
 from schedules.domain import Section, Visits
 from schedules.forward import Attend, Ring, Role, Slot, WorkRing
 from schedules.program import range
-from schedules.splits import Place, Plan, Split, Splitter
+from schedules.splits import Place, Split, Splitter
 
 
 class PagedRing(Ring):
@@ -52,18 +51,13 @@ class Fetch(Role):
     def pages(self, split: Split, position: int) -> Any:
         """Those of the tile at `position`, if the split has it."""
 
-    @abstractmethod
-    def take(self, plan: Plan) -> int:
-        """The number of a short segment that no CTA has, for all warps; behind the last one none is left."""
-
     @program.jit
     def run(self) -> None:
         """The pages of a tile are looked up while those of the tile before are copied."""
         q_slot = self.q.first()
         slot = self.k.first()
         plan = self.splitter.plan()
-        segment = self.splitter.segment(plan, self.splitter.cta)
-        split = self.splitter.first(plan, segment)
+        split = self.splitter.first(plan)
         while split.valid != 0:
             pages = self.pages(split, split.begin)
             for position in range(split.begin, split.end, unroll=1):
@@ -79,10 +73,7 @@ class Fetch(Role):
                 if position == split.begin:  # K is on its way already
                     self.load_q(q_slot, split)
             q_slot = self.q.next(q_slot)
-            split = self.splitter.next(plan, segment, split)
-            if split.valid == 0 and plan.short > 0:
-                segment = self.splitter.segment(plan, plan.ctas + self.take(plan))
-                split = self.splitter.first(plan, segment)
+            split = self.splitter.next(plan, split)
         self.q.acquire(q_slot)
         self.q.post(q_slot, split)
         self.q.commit(q_slot)

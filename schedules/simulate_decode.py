@@ -5,10 +5,9 @@ CTAs are simulated one after another, in any order: what they share are the part
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +20,11 @@ from schedules.machine import Buffer, CountError, Event, Fence, Hazard, Machine,
 from schedules.rings import Counts, NumpyRing, NumpyWorkRing
 from schedules.scores import SCORES, Score, score_of
 from schedules.simulate import COSTS, NumpyAttend, Result
-from schedules.splits import Place, Plan, Rows, Split, Splitter, sides
+from schedules.splits import Place, Rows, Split, Splitter, sides
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
 
 SMALL = BlockConfig(16, tile_n=16, stages=2, q_stages=2, consumers=1, producer_registers=248, consumer_registers=248)
 TILE_M = 16  # rows of a small Q tile
-SHORTS = 3
 
 
 @dataclass(frozen=True)
@@ -102,20 +100,19 @@ class NumpySplitter(Splitter):
         self.batch, self.domain, self.tile_m = batch, domain, tile_m
         self.heads, self.group = batch.k_pages.shape[2], batch.group
         self.left, self.right = limits
-        self.splits, self.ctas, self.shorts = splits, ctas, SHORTS
+        self.splits, self.ctas = splits, ctas
         self.cta = 0
 
     def rows(self, batch: int) -> Rows:
         return self.batch.rows(batch)
 
-    def line(self) -> tuple[int, int]:
-        units = [self.units(batch) for batch in range(self.batch.sequences)]
-        return sum(unit for unit, _ in units), max((width for _, width in units), default=0)
+    def line(self) -> int:
+        return sum(self.units(batch) for batch in range(self.batch.sequences))
 
     def seek(self, unit: int) -> tuple[int, int]:
         base = 0
         for batch in range(self.batch.sequences):
-            units, _ = self.units(batch)
+            units = self.units(batch)
             if unit < base + units:
                 return batch, base
             base += units
@@ -225,10 +222,6 @@ class NumpyFetch(Fetch):
             found.append(int(cta.batch.table[split.batch, key // cta.batch.page]) if seen else None)
         return (split, position), found
 
-    def take(self, plan: Plan) -> int:
-        self.cta.machine.op("take")
-        return next(self.cta.taken)
-
 
 class NumpyDecode(Decode, NumpyAttend):
     """The consumer warpgroup."""
@@ -336,13 +329,10 @@ class DecodeCta:
         score: Score,
         config: BlockConfig,
         machine: Machine,
-        taken: Iterator[int],
     ) -> None:
-        """`taken` are the numbers of short segments that this CTA gets when it asks."""
         from schedules.rings import Turnstile
 
         self.batch, self.tensors, self.splitter, self.parts = batch, batch, splitter, parts
-        self.taken = taken
         self.domain, self.score, self.config, self.machine = splitter.domain, score, config, machine
         self.rows = splitter.tile_m
         self.names = ["decode"]
@@ -435,26 +425,15 @@ def paged(
     splitter = NumpySplitter(
         batch, Ascending(TILE_M, config.tile_n), TILE_M, sides(causal, *window), splits, multiprocessors
     )
-    plan = splitter.plan()
-    shares = share_out(plan.short, multiprocessors, seed)
     order = list(range(multiprocessors))
     random.Random(seed).shuffle(order)
     for index in order:
         splitter.cta = index
         machine = Machine(policy, seed, index, COSTS)
         score = SCORES[score_of(softcap is not None, False)]
-        cta(batch, splitter, parts, score, config, machine, shares[index]).run()
+        cta(batch, splitter, parts, score, config, machine).run()
         trace += machine.trace
     parts.settle()
     for at in np.argwhere(batch.written != 1)[:1]:
         raise CountError(f"exit: row {tuple(at)} was written {batch.written[tuple(at)]} times")
     return Result(o, batch.lse, trace) if cu_seqlens_q is None else Result(o[0], batch.lse[0], trace)
-
-
-def share_out(short: int, multiprocessors: int, seed: int) -> list[Iterator[int]]:
-    """The short segments that each CTA gets: any way to deal them out is a possible one."""
-    shares: list[list[int]] = [[] for _ in range(multiprocessors)]
-    dealer = random.Random(seed)
-    for index in range(short):
-        dealer.choice(shares).append(index)
-    return [itertools.chain(share, itertools.count(short + cta)) for cta, share in enumerate(shares)]

@@ -2,14 +2,13 @@
 
 Decoding reads every key and value once for a few queries, so what counts is that all multiprocessors read at the same
 time and end at the same time. The tiles of all Q tiles stand in one line of `units`, head by head, sequence by
-sequence. It is cut into segments: one for every CTA, all of the same length, and behind these short ones, for whoever
-is the first to be done, as multiprocessors do not read equally fast. A `Split` is what a segment has of a Q tile. It
-may be all of it. Otherwise each split leaves a part, and the CTA that is the last to do so merges them.
+sequence, and every CTA gets a segment of it, all of the same length but for one unit. A `Split` is what a segment has
+of a Q tile. It may be all of it. Otherwise each split leaves a part, and the CTA that is the last to do so merges them.
 
 With a fixed number of splits a unit is a split, whose tiles depend on nothing but the Q tile: then a row of the output
 has the same bits whatever else is in the batch.
 
-The lengths are on the device, and every CTA works its segments out for itself (`Splitter`).
+The lengths are on the device, and every CTA works its segment out for itself (`Splitter`).
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ from schedules import program
 from schedules.domain import Ascending, Bounds, Visits
 
 UNLIMITED = 1 << 29  # of a window's sides, and of lengths: three of them are added up in 32 bits
-MERGED = 24  # splits at most, or so, that short segments make of a Q tile: to merge more takes longer than they save
-SHORT_PART = 12  # one part in so many of the line is for short segments
-LEAST_UNITS = 16  # of a long segment, for each of a short one
 
 
 class Rows(NamedTuple):
@@ -37,22 +33,13 @@ class Rows(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How the units are dealt out: to each of `ctas` a segment of `each`, to the first `more` one more, and from unit
-    `long` on `short` ones, of `piece` units."""
+    """How the units are dealt out: to each of `ctas` a segment of `each`, to the first `more` one more."""
 
     line: int  # units of a head
     ctas: int
     each: int
     more: int
-    long: int
-    piece: int
-    short: int
-
-
-class Segment(NamedTuple):
-    """Units from `begin` up to `end`."""
-
-    begin: int
+    begin: int  # of this CTA's segment
     end: int
 
 
@@ -93,7 +80,7 @@ class Place(NamedTuple):
 
 
 class Splitter(ABC):
-    """Deals the units out. What a role carries are a `Plan`, a `Segment` and a `Split`."""
+    """Deals the units out. What a role carries are a `Plan` and a `Split`."""
 
     domain: Ascending
     tile_m: int
@@ -102,7 +89,6 @@ class Splitter(ABC):
     left: int  # `schedules.domain.Bounds`
     right: int
     splits: int  # of every Q tile; 0: as the segments have it
-    shorts: int  # short segments at most, for each CTA
     ctas: int
     cta: int
 
@@ -111,8 +97,8 @@ class Splitter(ABC):
         """Of sequence `batch`."""
 
     @abstractmethod
-    def line(self) -> tuple[int, int]:
-        """The units of all sequences, for one head, and those of the widest Q tile."""
+    def line(self) -> int:
+        """The units of all sequences, for one head."""
 
     @abstractmethod
     def seek(self, unit: int) -> tuple[int, int]:
@@ -120,42 +106,26 @@ class Splitter(ABC):
 
     @program.jit
     def plan(self) -> Plan:
-        line, widest = self.line()
+        line = self.line()
         total = line * self.heads
         ctas = max(1, min(self.ctas, total))
         each = total // ctas
-        long, piece, short = total, 1, 0
-        least = max(2, (widest + MERGED - 1) // MERGED)
-        if self.splits == 0 and self.shorts > 0 and each >= LEAST_UNITS * least:
-            spare = total // SHORT_PART
-            wanted = ctas * self.shorts
-            piece = max(least, (spare + wanted - 1) // wanted)
-            short = spare // piece
-            long = total - short * piece
-            each = long // ctas
-        return Plan(line, ctas, each, long - each * ctas, long, piece, short)
+        more = total - each * ctas
+        begin = self.begin(self.cta, each, more)
+        end = self.begin(self.cta + 1, each, more)
+        return Plan(line, ctas, each, more, begin, end if self.cta < ctas and total > 0 else begin)
 
     @program.jit
-    def segment(self, plan: Plan, index: int) -> Segment:
-        """Segment `index`; behind the last one there are no units."""
-        short = min(max(0, index - plan.ctas), plan.short)
-        at = plan.long + short * plan.piece
-        end = at + (plan.piece if index - plan.ctas < plan.short else 0)
-        begin = self.long_begin(plan, index)
-        long = index < plan.ctas
-        return Segment(begin if long else at, self.long_begin(plan, index + 1) if long else end)
+    def begin(self, cta: int, each: int, more: int) -> int:
+        """The first unit of a CTA's segment."""
+        return cta * each + min(cta, more)
 
     @program.jit
-    def long_begin(self, plan: Plan, index: int) -> int:
-        return index * plan.each + min(index, plan.more)
-
-    @program.jit
-    def segment_of(self, plan: Plan, unit: int) -> int:
-        """The number of the segment that has it."""
+    def owner(self, plan: Plan, unit: int) -> int:
+        """The CTA that has it."""
         longer = plan.more * (plan.each + 1)
-        long = plan.more + max(0, unit - longer) // max(1, plan.each)
-        long = unit // (plan.each + 1) if unit < longer else long
-        return plan.ctas + (unit - plan.long) // plan.piece if unit >= plan.long else long
+        shorter = plan.more + max(0, unit - longer) // max(1, plan.each)
+        return unit // (plan.each + 1) if unit < longer else shorter
 
     @program.jit
     def bounds(self, rows: Rows | Split) -> Bounds:
@@ -191,42 +161,41 @@ class Splitter(ABC):
         return self.splits if self.splits > 0 else self.span(rows).total
 
     @program.jit
-    def units(self, batch: int) -> tuple[int, int]:
-        """Of a sequence, for one head, and of a Q tile of it."""
+    def units(self, batch: int) -> int:
+        """Of a sequence, for one head."""
         rows = self.rows(batch)
-        width, q_tiles = self.width(rows), self.q_tiles(rows)
-        return width * q_tiles, width if q_tiles > 0 else 0
+        return self.width(rows) * self.q_tiles(rows)
 
     @program.jit
-    def first(self, plan: Plan, segment: Segment) -> Split:
+    def first(self, plan: Plan) -> Split:
         split = self.none()
-        if segment.begin < segment.end:
-            head = segment.begin // plan.line
-            batch, base = self.seek(segment.begin - head * plan.line)
-            split = self.cut(segment, segment.begin, head, batch, base + head * plan.line)
+        if plan.begin < plan.end:
+            head = plan.begin // plan.line
+            batch, base = self.seek(plan.begin - head * plan.line)
+            split = self.cut(plan, plan.begin, head, batch, base + head * plan.line)
         return split
 
     @program.jit
-    def next(self, plan: Plan, segment: Segment, split: Split) -> Split:
-        """The next one of a segment."""
+    def next(self, plan: Plan, split: Split) -> Split:
+        """The one behind it."""
         unit, head, batch, base = split.until, split.head, split.batch, split.base
         following = self.none()
-        if unit < segment.end:
+        if unit < plan.end:
             if unit == (head + 1) * plan.line:
                 head, batch, base = head + 1, 0, unit
-            units, _ = self.units(batch)
+            units = self.units(batch)
             while unit >= base + units:
                 base = base + units
                 batch = batch + 1
-                units, _ = self.units(batch)
-            following = self.cut(segment, unit, head, batch, base)
+                units = self.units(batch)
+            following = self.cut(plan, unit, head, batch, base)
         return following
 
     def none(self) -> Split:
         return Split(*[0] * len(Split._fields))
 
     @program.jit
-    def cut(self, segment: Segment, unit: int, head: int, batch: int, base: int) -> Split:
+    def cut(self, plan: Plan, unit: int, head: int, batch: int, base: int) -> Split:
         """What begins with `unit`, which is of sequence `batch`, whose first one is `base`."""
         rows = self.rows(batch)
         span, width = self.span(rows), self.width(rows)
@@ -234,7 +203,7 @@ class Splitter(ABC):
         if unit - base >= width:
             q_tile = (unit - base) // width
         at = (unit - base) - q_tile * width
-        until = at + 1 if self.splits > 0 else min(width, at + segment.end - unit)
+        until = at + 1 if self.splits > 0 else min(width, at + plan.end - unit)
 
         begin, end = at, until
         if self.splits > 0:
@@ -252,17 +221,16 @@ class Splitter(ABC):
 
     @program.jit
     def place(self, plan: Plan, split: Split) -> Place:
-        """Of two splits that a segment shares with others, its first one's part comes before its last one's."""
+        """A CTA's first part comes before that of its last split."""
         row = split.base + split.q_tile * split.width  # the first unit of the Q tile
         parts, own, first, counter = split.width, split.unit, row, row // split.width
         if self.splits == 0:
             parts, own, first, counter = 1, 0, 0, 0
             if split.until - split.unit < split.width:
-                counter = self.segment_of(plan, row)
-                parts = self.segment_of(plan, row + split.width - 1) - counter + 1
-                mine = self.segment_of(plan, split.unit)
-                own = 2 * mine + (0 if self.segment(plan, mine).begin == split.unit else 1)
-                first = 2 * counter + (0 if self.segment(plan, counter).begin == row else 1)
+                counter = self.owner(plan, row)
+                parts = self.owner(plan, row + split.width - 1) - counter + 1
+                own = 2 * self.cta + (0 if split.unit == plan.begin else 1)
+                first = 2 * counter + (0 if self.begin(counter, plan.each, plan.more) == row else 1)
         return Place(parts, own, first, counter)
 
     @program.jit
@@ -272,19 +240,13 @@ class Splitter(ABC):
         return place.first + index if self.splits > 0 else shared
 
 
-def shorts_of(rows: int) -> int:
-    """Short segments for each CTA, where a part has so many rows: their room is kept small."""
-    return 0
-
-
-def parts_needed(ctas: int, shorts: int, q_rows: int, splits: int) -> int:
+def parts_needed(ctas: int, q_rows: int, splits: int) -> int:
     """Parts at most, of so many Q tiles."""
-    return q_rows * splits if splits else 2 * ctas * (1 + shorts)
+    return q_rows * splits if splits else 2 * ctas
 
 
-def counters_needed(ctas: int, shorts: int, q_rows: int, splits: int) -> int:
-    """Those of parts, behind the one of short segments."""
-    return 1 + (q_rows if splits else ctas * (1 + shorts))
+def counters_needed(ctas: int, q_rows: int, splits: int) -> int:
+    return q_rows if splits else ctas
 
 
 def sides(causal: bool, left: int | None, right: int | None) -> tuple[int, int]:

@@ -329,8 +329,8 @@ SM90 = (
 
 TABLES = {"sm_90a": SM90}
 
-# For paged attention of a few queries: one warpgroup of 64 rows attends, one copies. Tiles of 32 KB, as many as fit: what
-# is in flight is to hide the memory's latency. Neither warpgroup gives registers away.
+# For paged attention of a few queries: one warpgroup of 64 rows attends, one copies. Tiles of 32 KB, as many as fit:
+# what is in flight is to hide the memory's latency. Neither warpgroup gives registers away.
 _ONE = {"consumers": 1, "producer_registers": 248, "consumer_registers": 248}
 _PAGED_REASON = "as many stages as fit beside two Q slots"
 PAGED_SM90 = tuple(

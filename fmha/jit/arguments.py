@@ -35,7 +35,7 @@ SIZES = (
 PAGED_SIZES = (
     *("sequences", "tokens", "most keys", "kv_heads", "group", "head_dim", "head_dim_v"),
     *(f"{name} {mode}" for name in SHAPES for mode in ("outer", "row", "head", "chunk")),
-    *("table row", "page shift", "left", "right", "splits", "shorts", "ctas", "part rows", "parts"),
+    *("table row", "page shift", "left", "right", "splits", "ctas", "part rows", "parts"),
 )
 
 # The list of a ragged batch (`fmha.kernels.sm90.listing`), in int32.

@@ -1,4 +1,4 @@
-"""Paged attention of a few queries on Hopper: the roles of `schedules.decode` lowered onto cp.async, wgmma and mbarriers.
+"""Paged attention of a few queries on Hopper: the roles of `schedules.decode` lowered onto cp.async and wgmma.
 
     sizes                 the address on the host of `fmha.jit.arguments.PAGED_SIZES`, an int64 each
     q, o                  [B, S, Hq, D], or [T, Hq, D] where sequences are packed; 16-bit, by address, any strides whose
@@ -9,7 +9,7 @@
     table, seq_lens       the addresses of int32 [B, most pages] and [B]
     cu_seqlens_q          the address of int32 [B + 1] where sequences are packed; 0 otherwise
     parts                 the address of float32: of each part the sums and references of its rows, and then of each O
-    counters              the address of int32, 0 before the kernel and behind it: the first counts short segments
+    counters              the address of int32, 0 before the kernel and behind it
 
 The CTAs, one a multiprocessor, share the KV tiles of the whole batch out among them (`schedules.splits`).
 """
@@ -25,53 +25,31 @@ from fmha.jit.arguments import PAGED_SIZES
 from fmha.kernels.sm90 import softmax, wgmma
 from fmha.kernels.sm90.barriers import PingPong
 from fmha.kernels.sm90.forward import LN2, LOG2_E, Logits, WgmmaAttend, mma_shapes
-from fmha.kernels.sm90.listing import atomic_increment, write
+from fmha.kernels.sm90.listing import write
 from fmha.kernels.sm90.paged import VALUE_SWIZZLE, ColumnRing, Pages, Place, RowRing, SplitRing, WarpSplitter
 from schedules.decode import Decode, Fetch
 from schedules.domain import Ascending, Visits
 from schedules.forward import FLOOR
 from schedules.scores import SCORES
 from schedules.splits import Place as Kept
-from schedules.splits import Plan, Split
+from schedules.splits import Split
 from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
 
 WARPS = WARPGROUP // 32
 MERGED_AT_ONCE = 24  # parts whose loads are in flight together: of 8 KV heads a multiprocessor each has 17
-FETCHING, DECODING = 2, 3  # named barriers of the warpgroups
+DECODING = 2  # the named barrier of the consumers
 
 
 class PagedFetch(Fetch):
     """The producer warpgroup."""
 
-    def __init__(self, rings, splitter: WarpSplitter, pages: Pages, counters: Int64, taken: cute.Tensor) -> None:
+    def __init__(self, rings, splitter: WarpSplitter, pages: Pages) -> None:
         self.q, self.k, self.v = rings
         self.splitter = splitter
         self.looked_up = pages
-        self.counters = counters
-        self.taken = taken  # in shared memory
 
     def pages(self, split: Split, position: int) -> Int32:
         return self.looked_up.look_up(split, position)
-
-    @cute.jit
-    def take(self, plan: Plan) -> Int32:
-        """The CTA that is told last that none is left sets the counter back."""
-        if cute.arch.thread_idx()[0] == 0:
-            self.ask(plan)
-        cute.arch.barrier(barrier_id=FETCHING, number_of_threads=WARPGROUP)
-        found = self.taken[0]
-        cute.arch.barrier(barrier_id=FETCHING, number_of_threads=WARPGROUP)
-        return found
-
-    @cute.jit
-    def ask(self, plan: Plan):
-        number = atomic_increment(self.counters)
-        if number == plan.short + plan.ctas - 1:
-            write(self.counters, Int32(0), Int32(0))
-        self.keep(number)
-
-    def keep(self, number: Int32) -> None:
-        self.taken[0] = number
 
 
 class WgmmaDecode(Decode, WgmmaAttend):
@@ -169,7 +147,7 @@ class WgmmaDecode(Decode, WgmmaAttend):
         for item in cutlass.range(self.thread, rows * quads, WARPGROUP, unroll=1):
             self.merge_quad(split, place, item // quads, item % quads)
         if self.thread == 0:
-            write(self.parts.counters, 1 + place.counter, Int32(0))
+            write(self.parts.counters, place.counter, Int32(0))
 
     @cute.jit
     def merge_quad(self, split: Split, place: Kept, row: Int32, quad: Int32):
@@ -182,15 +160,19 @@ class WgmmaDecode(Decode, WgmmaAttend):
             for i in cutlass.range_constexpr(MERGED_AT_ONCE):
                 at = self.splitter.part(place, cutlass.min(begin + i, place.parts - 1))
                 found.append((self.parts.load(at, row, quad), self.parts.load_sum(at, row)))
+            largest = reference
+            for i in cutlass.range_constexpr(MERGED_AT_ONCE):
+                largest = cute.arch.fmax(largest, found[i][1][1])
+            before = cute.math.exp2(reference - largest, fastmath=True)
+            total = total * before
+            self.scale(o, before)
             for i in cutlass.range_constexpr(MERGED_AT_ONCE):
                 part, sums = found[i]
-                mine = softmax.select(begin + i < place.parts, sums[1], Float32(-Float32.inf))
-                largest = cute.arch.fmax(reference, mine)
-                before = cute.math.exp2(reference - largest, fastmath=True)
-                now = cute.math.exp2(mine - largest, fastmath=True)
-                total = total * before + sums[0] * now
-                self.add(o, part, before, now)
-                reference = largest
+                weight = cute.math.exp2(sums[1] - largest, fastmath=True)
+                weight = softmax.select(begin + i < place.parts, weight, Float32(0.0))
+                total = total + sums[0] * weight
+                self.add(o, part, weight)
+            reference = largest
         packed = split.q_tile * ROWS_PER_WARPGROUP + row
         query = packed // self.splitter.group
         head = split.head * self.splitter.group + packed - query * self.splitter.group
@@ -201,9 +183,13 @@ class WgmmaDecode(Decode, WgmmaAttend):
         if quad == 0:
             self.outputs.store_lse(split, query, head, lse)
 
-    def add(self, o: cute.Tensor, part: cute.Tensor, before: Float32, now: Float32) -> None:
+    def scale(self, o: cute.Tensor, factor: Float32) -> None:
         for i in range(4):
-            o[i] = o[i] * before + part[i] * now
+            o[i] = o[i] * factor
+
+    def add(self, o: cute.Tensor, part: cute.Tensor, weight: Float32) -> None:
+        for i in range(4):
+            o[i] = o[i] + part[i] * weight
 
 
 class Outputs:
@@ -296,7 +282,7 @@ class Parts:
 
     def arrive(self, counter: Int32) -> None:
         cute.arch.fence_acq_rel_gpu()
-        pointer = cute.make_ptr(Int32, self.counters, cute.AddressSpace.gmem, assumed_align=4) + 1 + counter
+        pointer = cute.make_ptr(Int32, self.counters, cute.AddressSpace.gmem, assumed_align=4) + counter
         self.arrived[0] = Int32(cute.arch.atomic_add(pointer.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu"))
 
 
@@ -351,7 +337,7 @@ class DecodeKernel:
         self.kernel(
             tuple(places),
             (self.qk, self.pv),
-            of("sequences", "tokens", "most keys", "kv_heads", "group", "left", "right", "splits", "shorts"),
+            of("sequences", "tokens", "most keys", "kv_heads", "group", "left", "right", "splits"),
             (table, *of("table row", "page shift")),
             (seq_lens, cu_seqlens_q),
             (scale_log2, cap_factor, sinks),
@@ -374,7 +360,6 @@ class DecodeKernel:
         barriers = allocator.allocate_array(cutlass.Int64, config.barriers)
         posted = allocator.allocate_tensor(Int32, cute.make_layout((len(Split._fields), config.q_stages)), 16)
         arrived = allocator.allocate_tensor(Int32, cute.make_layout(1), 16)
-        taken = allocator.allocate_tensor(Int32, cute.make_layout(1), 16)
         sq, sk, sv = self._shared_memory(allocator)
 
         splitter = WarpSplitter(self.domain, ROWS_PER_WARPGROUP, numbers, *lengths)
@@ -398,8 +383,7 @@ class DecodeKernel:
             Outputs(o, lse, heads, splitter.tokens, self.domain),
             Parts(*parts, config.value_dim, arrived),
         )
-        fetch = PagedFetch(rings, splitter, pages, parts[1], taken)
-        Cta(rings, fetch, decode).run()
+        Cta(rings, PagedFetch(rings, splitter, pages), decode).run()
 
     def _operands(self, sk: cute.Pointer, sv: cute.Pointer) -> tuple[wgmma.Operand, wgmma.Operand]:
         config = self.config
@@ -443,6 +427,7 @@ class Cta:
         # its CTAs may start wherever those of this one have ended: it will wait at the same place.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        self.fetch.looked_up.prefetch(self.fetch.splitter.sequences)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < WARPS:
             self.fetch.run()
         else:

@@ -13,12 +13,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
 
 from fmha.kernels.sm90.barriers import QueryRing, TmaRing
 from fmha.kernels.sm90.listing import read
 from schedules.decode import PagedRing
-from schedules.domain import Ascending
 from schedules.forward import Slot
 from schedules.splits import Rows, Split, Splitter
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
@@ -26,6 +25,8 @@ from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
 CHUNK = 8  # elements of 16 bytes
 VALUE_SWIZZLE = 32  # bytes: 16 of vLLM's values, which are as many as one MMA multiplies along
 NO_PAGE = -1
+LINE_WORDS = 32  # int32 of a line of L2
+PREFETCHED = 1024  # lines of a page table
 
 
 class Place(NamedTuple):
@@ -49,8 +50,8 @@ class Place(NamedTuple):
 
 
 def swizzled(row: Int32, column: Int32, rows: int, width: int = 128) -> Int32:
-    """The byte of a tile of `rows` rows where the 16 bytes `column` of one are: blocks of `width` bytes a row follow one
-    another, and in each the chunks are permuted by the address bits from 128 up (PTX: swizzling modes)."""
+    """The byte of a tile of `rows` rows where the 16 bytes `column` of one are: blocks of `width` bytes a row follow
+    one another, and in each the chunks are permuted by the address bits from 128 up (PTX: swizzling modes)."""
     inside = width // 16
     at = column // inside * (rows * width) + row * width
     return at + ((column ^ (row * width // 128)) % inside) * 16
@@ -63,7 +64,7 @@ def interleaved(row: Int32, column: Int32, rows: int) -> Int32:
 
 
 class Filled(TmaRing):
-    """A ring that the threads of a warpgroup fill. `posting` is 1 where one more arrival says that a split is posted."""
+    """A ring that the threads of a warpgroup fill. `posting` is 1 where one more arrival says what was posted."""
 
     posting = 0
 
@@ -90,7 +91,9 @@ class TileRing(Filled, PagedRing):
     GROUP = 16
     blocks = 1  # of a group, each with steps of its own
 
-    def __init__(self, barriers, config: BlockConfig, dims: int, start: cute.Pointer, place: Place, pages: Pages) -> None:
+    def __init__(
+        self, barriers, config: BlockConfig, dims: int, start: cute.Pointer, place: Place, pages: Pages
+    ) -> None:
         """`dims` are those of the tile, `start` is where the slots begin."""
         super().__init__(barriers, config.stages, config.tile_n * dims * ELEMENT_BYTES, WARPGROUP // 32)
         self.keys = config.tile_n
@@ -142,7 +145,9 @@ class TileRing(Filled, PagedRing):
 class RowRing(TileRing):
     """K or V, whose rows are keys."""
 
-    def __init__(self, barriers, config: BlockConfig, dims: int, start: cute.Pointer, place: Place, pages: Pages) -> None:
+    def __init__(
+        self, barriers, config: BlockConfig, dims: int, start: cute.Pointer, place: Place, pages: Pages
+    ) -> None:
         super().__init__(barriers, config, dims, start, place, pages)
         self.columns = dims // CHUNK  # of a block, of which a row's lanes begin with the first
         if not pages.by_columns and 32 % self.columns:
@@ -281,6 +286,15 @@ class Pages:
         self.by_columns = by_columns
 
     @cute.jit
+    def prefetch(self, sequences: Int32):
+        """A small table comes into L2 while the lengths are read, which say what of it is needed: a line a thread, by
+        all threads of all CTAs together."""
+        line = cute.arch.block_idx()[0] * cute.arch.block_dim()[0] + cute.arch.thread_idx()[0]
+        lines = (sequences * self.table_row + LINE_WORDS - 1) // LINE_WORDS
+        if line < lines and lines <= PREFETCHED:
+            prefetch(self.table + Int64(line) * (4 * LINE_WORDS))
+
+    @cute.jit
     def look_up(self, split: Split, position: Int32) -> Int32:
         """The page of a key that this lane has of its warp's; `NO_PAGE` if no query of the Q tile sees it."""
         found = Int32(NO_PAGE)
@@ -302,7 +316,7 @@ class WarpSplitter(Splitter):
     def __init__(self, domain, tile_m: int, numbers, seq_lens: Int64, cu_seqlens_q: Int64) -> None:
         self.domain, self.tile_m = domain, tile_m
         self.sequences, self.tokens, self.most_keys, self.heads, self.group, *rest = numbers
-        self.left, self.right, self.splits, self.shorts = rest
+        self.left, self.right, self.splits = rest
         self.ctas = cute.arch.grid_dim()[0]
         self.cta = cute.arch.block_idx()[0]
         self.seq_lens, self.cu_seqlens_q = seq_lens, cu_seqlens_q
@@ -327,15 +341,11 @@ class WarpSplitter(Splitter):
         return Rows(entry, start, end - start, queries, keys)
 
     @cute.jit
-    def line(self) -> tuple[Int32, Int32]:
-        lane = cute.arch.lane_idx()
-        units, widest = Int32(0), Int32(0)
-        for first in cutlass.range(0, self.sequences, 32, unroll=1):
-            if first + lane < self.sequences:
-                more, width = self.units(first + lane)
-                units, widest = units + more, cutlass.max(widest, width)
-        units = cute.arch.warp_redux_sync(units, "add")
-        return units, cute.arch.warp_redux_sync(widest, "max")
+    def line(self) -> Int32:
+        units = Int32(0)
+        for first in cutlass.range(cute.arch.lane_idx(), self.sequences, 32, unroll=1):
+            units = units + self.units(first)
+        return cute.arch.warp_redux_sync(units, "add")
 
     @cute.jit
     def seek(self, unit: Int32) -> tuple[Int32, Int32]:
@@ -345,7 +355,7 @@ class WarpSplitter(Splitter):
             if before <= unit:
                 units = Int32(0)
                 if first + lane < self.sequences:
-                    units, _ = self.units(first + lane)
+                    units = self.units(first + lane)
                 end = units
                 for step in cutlass.range_constexpr(5):
                     other = cute.arch.shuffle_sync_up(end, offset=1 << step, mask_and_clamp=0)
@@ -373,6 +383,22 @@ def copy_16(to: Int32, address: Int64, size: Int32, *, loc=None, ip=None) -> Non
         [value.ir_value(loc=loc, ip=ip) for value in (Int32(to), Int64(address), Int32(size))],
         "cp.async.cg.shared.global [$0], [$1], 16, $2;",
         "r,l,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def prefetch(address: Int64, *, loc=None, ip=None) -> None:
+    """Into L2. Nothing happens where nothing is mapped (PTX: prefetch)."""
+    llvm.inline_asm(
+        None,
+        [Int64(address).ir_value(loc=loc, ip=ip)],
+        "prefetch.global.L2 [$0];",
+        "l",
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
