@@ -1,8 +1,8 @@
 """`python -m perf.bench SUITE`: how fast, beside its peers, on this GPU.
 
 Suites: `dense` (TFLOP/s over lengths, head dims and masks), `tail` (lengths that leave a partial tile), `window`
-(causal sliding windows), `varlen` (packed sequences), `scores` (softcap, sinks and ALiBi beside the plain kernel) and
-`launch` (what a call costs the host, and what a first call costs). Every row is checked against the float64 oracle
+(causal sliding windows), `varlen` (packed sequences), `scores` (softcap, sinks and ALiBi beside the plain kernel),
+`decode` (a paged KV cache, in GB/s) and `launch` (what a call costs the host, and what a first call costs). Every row is checked against the float64 oracle
 before it is timed, and carries the rate of a cuBLAS product of 8192^3 measured beside it. Quote ratios within a run:
 the card is power-limited, and absolute rates move with its temperature and its neighbours.
 
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from fmha import reference
-from perf import environment, launch, show
+from perf import decode, environment, launch, show
 from perf.peers import OURS, PEERS, PLAIN, US, Candidate, Peer, Prepare, load, scoring
 from perf.suites import SUITES, Case, select
 from perf.timing import CudaTimer, Timer, interleave, quartiles
@@ -41,7 +41,9 @@ DEFAULT_PEERS = {
     "window": ("fa4", "flashinfer"),
     "varlen": ("fa4", "fa3", "flashinfer"),
     "scores": (PLAIN, "fa4", "fa3"),
+    "decode": (),  # it has candidates of its own
 }
+OTHER_SUITES = ("decode", "launch")
 KERNEL_PEERS = ("cudnn", "flash", "fa4", "fa3", "flashinfer")
 TOLERANCE = 1e-2  # of the norm: 16-bit P and output leave about 3e-3
 CUBLAS = 8192
@@ -245,14 +247,16 @@ def chosen_peers(args: argparse.Namespace) -> list[Peer]:
 
 
 def describe(args: argparse.Namespace, peers: list[Peer], missing: dict[str, str]) -> dict[str, Any]:
-    packages = tuple(dict.fromkeys((*environment.PACKAGES, *(peer.package for peer in peers))))
+    paged = args.suite == "decode"
+    others = decode.PACKAGES if paged else [peer.package for peer in peers]
+    packages = tuple(dict.fromkeys((*environment.PACKAGES, *others)))
     return environment.describe() | {
         "versions": environment.versions(packages),
         "suite": args.suite,
         "command": "python -m perf.bench " + " ".join(args.argv),
-        "titles": {OURS: US.title} | {peer.name: peer.title for peer in peers},
+        "titles": decode.TITLES if paged else {OURS: US.title} | {peer.name: peer.title for peer in peers},
         "missing_peers": missing,
-        "yardstick": f"cuBLAS bfloat16 {CUBLAS}^3",
+        "yardstick": "a streaming read of 8 GiB, GB/s" if paged else f"cuBLAS bfloat16 {CUBLAS}^3",
     }
 
 
@@ -266,7 +270,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m perf.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("suite", choices=[*SUITES, "launch"])
+    parser.add_argument("suite", choices=[*SUITES, *OTHER_SUITES])
     parser.add_argument("--out", type=Path, metavar="PATH", help="write the rows as JSON, after each one")
     parser.add_argument("--peers", type=_peer_names, metavar="A,B", help=f"of {', '.join(PEERS)} (none: alone)")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose name contains it")
@@ -280,9 +284,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args.seconds_per_row = 1.0 if args.quick else 3.0
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds is {args.rounds}; at least 1 is needed")
-    if args.suite != "launch" and not select(args.suite, only=args.only, head_dims=args.head_dim, quick=args.quick):
+    if not count(args):
         parser.error("no case of the suite is left by --only, --head-dim and --quick")
     return args
+
+
+def count(args: argparse.Namespace) -> int:
+    """Rows of the suite."""
+    if args.suite == "launch":
+        return launch.ROWS
+    if args.suite == "decode":
+        return len(decode.select(args.only))
+    return len(select(args.suite, only=args.only, head_dims=args.head_dim, quick=args.quick))
+
+
+def rows_of(args: argparse.Namespace, loaded: dict[str, Prepare]) -> Iterator[Row]:
+    """Yields rows as they are measured."""
+    if args.suite == "launch":
+        return launch.run(loaded)
+    return decode.run(args.only) if args.suite == "decode" else run_suite(args, loaded)
 
 
 def _peer_names(text: str) -> list[str]:
@@ -306,13 +326,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"perf.bench: fmha cannot be imported: {missing[OURS]}", file=sys.stderr)
             return 2
         meta = describe(args, peers, missing)
-        total = (
-            launch.ROWS
-            if args.suite == "launch"
-            else len(select(args.suite, only=args.only, head_dims=args.head_dim, quick=args.quick))
-        )
-        progress = stack.enter_context(show.progress(args.suite, total))
-        for row in launch.run(loaded) if args.suite == "launch" else run_suite(args, loaded):
+        progress = stack.enter_context(show.progress(args.suite, count(args)))
+        for row in rows_of(args, loaded):
             rows.append(row)
             progress(show.one_line(row))
             write(args.out, meta, rows)
