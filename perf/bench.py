@@ -2,9 +2,10 @@
 
 Suites: `dense` (TFLOP/s over lengths, head dims and masks), `tail` (lengths that leave a partial tile), `window`
 (causal sliding windows), `varlen` (packed sequences), `scores` (softcap, sinks and ALiBi beside the plain kernel),
-`decode` (a paged KV cache, in GB/s) and `launch` (what a call costs the host, and what a first call costs). Every row is checked against the float64 oracle
-before it is timed, and carries the rate of a cuBLAS product of 8192^3 measured beside it. Quote ratios within a run:
-the card is power-limited, and absolute rates move with its temperature and its neighbours.
+`decode` (a paged KV cache, in GB/s) and `launch` (what a call costs the host, and what a first call costs). Every row
+is checked against the float64 oracle before it is timed, and carries the rate of a cuBLAS product of 8192^3 measured
+beside it. Quote ratios within a run: the card is power-limited, and absolute rates move with its temperature and its
+neighbours.
 
 Rates are of useful work: 4 D operations for each (query, key) pair that sees each other. A ratio `fmha/x` above 1 means
 that fmha is ahead of x.

@@ -149,8 +149,8 @@ def _ours(case: PagedCase, cache: Cache) -> Bound:
         v = v.permute(0, 2, 3, 1).contiguous()
 
     def bind(table: torch.Tensor) -> Call:
-        given = {"layout": case.layout, "causal": case.tokens > 1}
-        return lambda: fmha.attention_paged(cache.q, k, v, table, cache.lengths, **given)
+        given = cache.q, k, v, table, cache.lengths
+        return lambda: fmha.attention_paged(*given, layout=case.layout, causal=case.tokens > 1)
 
     return Bound([bind(table) for table in cache.tables], _four)
 
@@ -195,9 +195,11 @@ def _contiguous(case: PagedCase, cache: Cache) -> Bound:
 
     if case.tokens == 1:
         raise NotImplementedError("it is measured beside prefill in chunks")
-    return Bound(
-        [lambda k=k, v=v: fmha.attention(cache.q, k, v, causal=True) for k, v in contiguous(case, cache)], _four
-    )
+
+    def bind(k: torch.Tensor, v: torch.Tensor) -> Call:
+        return lambda: fmha.attention(cache.q, k, v, causal=True)
+
+    return Bound([bind(k, v) for k, v in contiguous(case, cache)], _four)
 
 
 def contiguous(case: PagedCase, cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:

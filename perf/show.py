@@ -44,7 +44,9 @@ def cells(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Header and text of the table: rates, then fmha's ratio to each peer and to the best one."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.get("peers", {})))
     relative = any("relative" in row for row in rows)
-    header = ["case", "unit", OURS, *peers, *(f"{OURS}/{peer}" for peer in peers), f"{OURS}/best", "cuBLAS"]
+    paged = any("read" in row for row in rows)
+    header = ["case", "unit", OURS, *peers, *(f"{OURS}/{peer}" for peer in peers), f"{OURS}/best"]
+    header += ["read", "us", "host us"] if paged else ["cuBLAS"]
     header += [f"{part} of base" for part in (OURS, *peers)] if relative else []
     lines = []
     for row in rows:
@@ -54,7 +56,9 @@ def cells(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         best = best_peer(row)
         ratios = [ratio(row, peer) for peer in peers] + [ratio(row, best) if best else None]
         line = [row["case"]["name"], row["unit"], number(row[OURS]), *(number(row["peers"].get(p)) for p in peers)]
-        line += ["-" if found is None else f"{found:.3f}" for found in ratios] + [number(row.get("cublas"))]
+        line += ["-" if found is None else f"{found:.3f}" for found in ratios]
+        beside = ("read", "device_us", "host_us") if paged else ("cublas",)
+        line += [number(row.get(name)) for name in beside]
         if relative:
             to_base = row.get("relative", {"peers": {}})
             found = [to_base.get(OURS), *(to_base["peers"].get(peer) for peer in peers)]
