@@ -10,7 +10,7 @@ The operations besides those of `schedules.forward`:
     ring.gather(slot, ...)  start asynchronous copies of a tile's rows from their pages; rows that nobody sees are zeros
     ring.commit(slot)       arrive when this thread's copies have landed (PTX: cp.async.mbarrier.arrive.noinc)
     ring.wait(slot)         wait for those of all, and order them before the MMAs that follow (PTX: fence.proxy.async)
-    pages(split, position)  begin to read which pages a tile is in
+    open, turn              begin to read which pages a tile is in, and go on to the next tile
     write_part, publish     a split's O, its rows' sums and references, for whoever is last
     arrive                  one more split has left its part: true for the last one
 """
@@ -48,20 +48,24 @@ class Fetch(Role):
     splitter: Splitter
 
     @abstractmethod
-    def pages(self, split: Split, position: int) -> Any:
-        """Those of the tile at `position`, if the split has it."""
+    def open(self, split: Split) -> Any:
+        """Begins to read which pages the split's tiles are in, from the first on."""
+
+    @abstractmethod
+    def turn(self, split: Split, position: int, pages: Any) -> Any:
+        """The pages of the tile at `position`, where `pages` are those of the tile before."""
 
     @program.jit
     def run(self) -> None:
-        """The pages of a tile are looked up while those of the tile before are copied."""
+        """Pages are looked up long before they are copied: memory has so much to do that an answer takes as long as the
+        copies of a whole ring."""
         q_slot = self.q.first()
         slot = self.k.first()
         plan = self.splitter.plan()
         split = self.splitter.first(plan)
         while split.valid != 0:
-            pages = self.pages(split, split.begin)
+            pages = self.open(split)
             for position in range(split.begin, split.end, unroll=1):
-                upcoming = self.pages(split, position + 1)
                 self.k.acquire(slot)
                 self.k.gather(slot, split, position, pages)
                 self.k.commit(slot)
@@ -69,7 +73,7 @@ class Fetch(Role):
                 self.v.gather(slot, split, position, pages)
                 self.v.commit(slot)
                 slot = self.k.next(slot)
-                pages = upcoming
+                pages = self.turn(split, position + 1, pages)
                 if position == split.begin:  # K is on its way already
                     self.load_q(q_slot, split)
             q_slot = self.q.next(q_slot)

@@ -211,9 +211,16 @@ class NumpyFetch(Fetch):
         self.q, self.k, self.v = cta.q, cta.k, cta.v
         self.splitter = cta.splitter
 
+    def open(self, split: Split) -> Any:
+        self.cta.machine.op("open", split.begin)
+        return self.pages(split, split.begin)
+
+    def turn(self, split: Split, position: int, pages: Any) -> Any:
+        self.cta.machine.op("turn", position)
+        return self.pages(split, position)
+
     def pages(self, split: Split, position: int) -> Any:
         """Of each key of the tile, None where nobody sees it."""
-        self.cta.machine.op("pages", position)
         cta, n = self.cta, self.cta.config.tile_n
         tile = split.tile + position
         found: list[int | None] = []

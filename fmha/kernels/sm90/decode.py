@@ -26,7 +26,7 @@ from fmha.kernels.sm90 import softmax, wgmma
 from fmha.kernels.sm90.barriers import PingPong
 from fmha.kernels.sm90.forward import LN2, LOG2_E, Logits, WgmmaAttend, mma_shapes
 from fmha.kernels.sm90.listing import write
-from fmha.kernels.sm90.paged import VALUE_SWIZZLE, ColumnRing, Pages, Place, RowRing, SplitRing, WarpSplitter
+from fmha.kernels.sm90.paged import VALUE_SWIZZLE, ColumnRing, Pages, Place, RowRing, SplitRing, WarpSplitter, Window
 from schedules.decode import Decode, Fetch
 from schedules.domain import Ascending, Visits
 from schedules.forward import FLOOR
@@ -46,10 +46,13 @@ class PagedFetch(Fetch):
     def __init__(self, rings, splitter: WarpSplitter, pages: Pages) -> None:
         self.q, self.k, self.v = rings
         self.splitter = splitter
-        self.looked_up = pages
+        self.pages = pages
 
-    def pages(self, split: Split, position: int) -> Int32:
-        return self.looked_up.look_up(split, position)
+    def open(self, split: Split) -> Window:
+        return self.pages.open(split)
+
+    def turn(self, split: Split, position: Int32, pages: Window) -> Window:
+        return self.pages.turn(split, position, pages)
 
 
 class WgmmaDecode(Decode, WgmmaAttend):
@@ -427,7 +430,7 @@ class Cta:
         # its CTAs may start wherever those of this one have ended: it will wait at the same place.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        self.fetch.looked_up.prefetch(self.fetch.splitter.sequences)
+        self.fetch.pages.prefetch(self.fetch.splitter.sequences)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < WARPS:
             self.fetch.run()
         else:

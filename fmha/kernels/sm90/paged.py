@@ -25,6 +25,7 @@ from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
 CHUNK = 8  # elements of 16 bytes
 VALUE_SWIZZLE = 32  # bytes: 16 of vLLM's values, which are as many as one MMA multiplies along
 NO_PAGE = -1
+GRANULE = 16  # keys, that are looked up together if a page has as many
 LINE_WORDS = 32  # int32 of a line of L2
 PREFETCHED = 1024  # lines of a page table
 
@@ -84,11 +85,10 @@ class Filled(TmaRing):
 class TileRing(Filled, PagedRing):
     """K or V. A warp copies a quarter of the keys of a tile, 16 bytes a lane and step.
 
-    The keys of a warp are in groups of `GROUP`. Where every key of a tile is seen and no group has keys of two pages,
-    its addresses are those of its page and a step from one copy to the next; otherwise each copy works its own out.
+    Where every key of a tile is seen and all `GRANULE` keys of a granule are in one page, its addresses are that of its
+    page and a step from one copy to the next; otherwise each copy works its own out.
     """
 
-    GROUP = 16
     blocks = 1  # of a group, each with steps of its own
 
     def __init__(
@@ -98,7 +98,7 @@ class TileRing(Filled, PagedRing):
         super().__init__(barriers, config.stages, config.tile_n * dims * ELEMENT_BYTES, WARPGROUP // 32)
         self.keys = config.tile_n
         self.warp_keys = config.tile_n // 4
-        self.group = min(self.GROUP, self.warp_keys)
+        self.group = min(GRANULE, self.warp_keys)
         self.dims = dims
         self.start = Int32(start.toint())
         self.place = place
@@ -107,7 +107,7 @@ class TileRing(Filled, PagedRing):
         self.lane, self.warp = thread % 32, thread // 32
 
     @cute.jit
-    def gather(self, slot: Slot, split: Split, position: Int32, pages: Int32):
+    def gather(self, slot: Slot, split: Split, position: Int32, pages: Window):
         first = (split.tile + position) * self.keys
         whole_groups = self.pages.page_mask >= self.group - 1
         if first >= split.first_key and first + self.keys <= split.end_key and whole_groups:
@@ -115,11 +115,11 @@ class TileRing(Filled, PagedRing):
         else:
             self.copy_chunks(slot, split, first, pages)
 
-    def copy_groups(self, slot: Slot, split: Split, first: Int32, pages: Int32) -> None:
+    def copy_groups(self, slot: Slot, split: Split, first: Int32, pages: Window) -> None:
         to = self.start + slot.stage * self.stage_bytes
         steps = self.group * self.dims // CHUNK // 32
         for group in range(self.warp_keys // self.group):
-            page = cute.arch.shuffle_sync(pages, group * self.group)
+            page = self.pages.of(pages, group * self.group)
             inside = (first + self.warp * self.warp_keys + group * self.group) & self.pages.page_mask
             address = None
             for step in range(steps):
@@ -130,15 +130,16 @@ class TileRing(Filled, PagedRing):
                 copy_16(to + self.slot_byte(group * self.group, row, column), address, size)
                 address = address + Int64(self.step(self.group) * ELEMENT_BYTES)
 
-    def copy_chunks(self, slot: Slot, split: Split, first: Int32, pages: Int32) -> None:
+    def copy_chunks(self, slot: Slot, split: Split, first: Int32, pages: Window) -> None:
         to = self.start + slot.stage * self.stage_bytes
         for step in range(self.warp_keys * self.dims // CHUNK // 32):
             row, column = self.of(step * 32 + self.lane, self.warp_keys)
             key = self.key(row, column)
-            page = cute.arch.shuffle_sync(pages, key)
+            page = self.pages.of(pages, key)
             key = first + self.warp * self.warp_keys + key
             at = self.offset(key & self.pages.page_mask, row, column, key_is_row=True) + split.head * self.place.head
-            size = whole((page != NO_PAGE) & self.has(row, column)) // 16 * self.bytes_of(split.end_key - key)
+            seen = (page != NO_PAGE) & self.has(row, column)
+            size = whole(seen) // 16 * self.bytes_of(split.first_key - key, split.end_key - key)
             copy_16(to + self.slot_byte(0, row, column), self.place.inside(page, at), size)
 
 
@@ -167,8 +168,8 @@ class RowRing(TileRing):
     def has(self, row: Int32, column: Int32) -> Boolean:
         return column * CHUNK < self.place.dims
 
-    def bytes_of(self, keys: Int32) -> Int32:
-        return Int32(16)
+    def bytes_of(self, before: Int32, behind: Int32) -> Int32:
+        return whole((before <= 0) & (behind > 0))
 
     def offset(self, inside: Int32, row: Int32, column: Int32, key_is_row: bool = False) -> Int32:
         """In a page, of the chunk that is `row` slots behind slot `inside`, or, with `key_is_row`, in that slot."""
@@ -198,9 +199,9 @@ class ColumnRing(TileRing):
     def has(self, row: Int32, column: Int32) -> Boolean:
         return row < self.place.dims
 
-    def bytes_of(self, keys: Int32) -> Int32:
-        """Of 8 keys, of which so many are there."""
-        return cutlass.min(cutlass.max(keys, 0), CHUNK) * ELEMENT_BYTES
+    def bytes_of(self, before: Int32, behind: Int32) -> Int32:
+        """Of 8 keys, of which `behind` are there."""
+        return cutlass.min(cutlass.max(behind, 0), CHUNK) * ELEMENT_BYTES
 
     def offset(self, inside: Int32, row: Int32, column: Int32, key_is_row: bool = False) -> Int32:
         return (inside if key_is_row else inside + column * CHUNK) + row * self.place.chunk
@@ -274,16 +275,60 @@ class SplitRing(Filled, QueryRing):
         cute.arch.mbarrier_arrive(self.empty + slot.stage)
 
 
+class Window(NamedTuple):
+    """What a lane knows of the page table: an entry of the tiles that are copied now, and one of those to come."""
+
+    now: Int32
+    ahead: Int32
+    at: Int32  # the lane that has the first entry of the present tile
+
+
 class Pages:
-    """Which page a key is in."""
+    """Which page a key is in. A warp copies some keys of every tile, in granules that are within a page, and its lanes
+    have the entries of 32 granules each time: of up to 32 tiles."""
 
     def __init__(self, tile_n: int, table: Int64, table_row: Int32, shift: Int32, by_columns: bool) -> None:
         self.tile_n = tile_n
+        self.warp_keys = tile_n // 4
+        self.granule = min(GRANULE, self.warp_keys)  # at most
         self.table = table
         self.table_row = table_row  # entries from a sequence to the next
         self.shift = shift  # log2 of a page's slots
         self.page_mask = (Int32(1) << shift) - 1
         self.by_columns = by_columns
+        self.granule_shift = cutlass.min(shift, self.granule.bit_length() - 1)
+        self.each = self.warp_keys >> self.granule_shift  # granules of a warp's in a tile
+        self.each_shift = (self.warp_keys.bit_length() - 1) - self.granule_shift
+
+    def open(self, split: Split) -> Window:
+        tiles = Int32(32) >> self.each_shift
+        return Window(self.read(split, split.begin), self.read(split, split.begin + tiles), Int32(0))
+
+    @cute.jit
+    def turn(self, split: Split, position: Int32, window: Window) -> Window:
+        now, ahead, at = window.now, window.ahead, window.at + self.each
+        if at == 32:
+            tiles = Int32(32) >> self.each_shift
+            now, ahead, at = ahead, self.read(split, position + tiles), Int32(0)
+        return Window(now, ahead, at)
+
+    def of(self, window: Window, key: Int32) -> Int32:
+        """The page of the warp's key number `key` of the tile."""
+        return cute.arch.shuffle_sync(window.now, window.at + (key >> self.granule_shift))
+
+    @cute.jit
+    def read(self, split: Split, position: Int32) -> Int32:
+        """This lane's entry of the 32 from the tile at `position` on; `NO_PAGE` if nobody sees a key of it."""
+        found = Int32(NO_PAGE)
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.thread_idx()[0] % WARPGROUP // 32
+        tile = position + (lane >> self.each_shift)
+        granule = lane & (self.each - 1)
+        key = (split.tile + tile) * self.tile_n + warp * self.warp_keys + (granule << self.granule_shift)
+        behind = key + (Int32(1) << self.granule_shift)
+        if tile < split.end and behind > split.first_key and key < split.end_key:
+            found = read(self.table, split.batch * self.table_row + (key >> self.shift))
+        return found
 
     @cute.jit
     def prefetch(self, sequences: Int32):
@@ -293,21 +338,6 @@ class Pages:
         lines = (sequences * self.table_row + LINE_WORDS - 1) // LINE_WORDS
         if line < lines and lines <= PREFETCHED:
             prefetch(self.table + Int64(line) * (4 * LINE_WORDS))
-
-    @cute.jit
-    def look_up(self, split: Split, position: Int32) -> Int32:
-        """The page of a key that this lane has of its warp's; `NO_PAGE` if no query of the Q tile sees it."""
-        found = Int32(NO_PAGE)
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.thread_idx()[0] % WARPGROUP // 32
-        rows = self.tile_n // 4
-        if position < split.end and lane < rows:
-            key = (split.tile + position) * self.tile_n + warp * rows + lane
-            # A column of 8 keys is copied if one of them is seen. They are all in one page.
-            last = key | (CHUNK - 1) if const_expr(self.by_columns) else key
-            if last >= split.first_key and key < split.end_key:
-                found = read(self.table, split.batch * self.table_row + (key >> self.shift))
-        return found
 
 
 class WarpSplitter(Splitter):
