@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fmha import prefill
 from fmha.attention import NO_WINDOW, kernel_function
 from fmha.checks import (
     FLOAT32,
@@ -32,6 +33,7 @@ from fmha.jit.launch import PLANS, Answer, address
 from fmha.jit.layout import ALIGNMENT
 from fmha.jit.library import pick
 from fmha.paging import CHUNK, Pages, pages_of
+from fmha.prefill import Prefill
 from fmha.problem import PagedProblem, Unsupported, supports
 from schedules.splits import UNLIMITED, counters_needed, parts_needed, sides
 
@@ -156,6 +158,8 @@ class PagedLaunch:
     cap_factor: float
     counters: int
     floats: int  # of parts
+    prefill: Prefill | None  # where sequences may be long
+    decodes: bool  # and whether they may be short
     sizes: HostNumbers
     copied: HostNumbers  # where q is copied, or the output lies elsewhere than `out`
     q_in_place: bool
@@ -198,14 +202,16 @@ class PagedLaunch:
         sinks = None if sinks is None else sinks.contiguous()
         cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
         seq_lens = seq_lens.contiguous()
-        space = workspace.current(device, self.counters, self.floats)
-        # fmt: off
-        self.function(
-            sizes.address, q.data_ptr(), k_at, v_at, o.data_ptr(), address(lse), address(sinks),
-            page_table.data_ptr(), seq_lens.data_ptr(), address(cu_seqlens_q),
-            space.parts_at, space.counters_at, self.scale_log2, self.cap_factor, space.stream,
-        )
-        # fmt: on
+        tensors = q.data_ptr(), k_at, v_at, o.data_ptr(), address(lse), address(sinks)
+        starts, table, lengths = address(cu_seqlens_q), page_table.data_ptr(), seq_lens.data_ptr()
+        factors = self.scale_log2, self.cap_factor
+        if self.prefill is not None:
+            where = self.prefill.sizes if sizes is self.sizes else self.prefill.copied
+            self.prefill((where.address, *tensors), factors, (starts, table, lengths))
+        if self.decodes:
+            space = workspace.current(device, self.counters, self.floats)
+            kept = space.parts_at, space.counters_at
+            self.function(sizes.address, *tensors, table, lengths, starts, *kept, *factors, space.stream)
         if out is not None and out is not o:
             o = out.copy_(o)
         return o if lse is None else (o, lse)
@@ -300,6 +306,12 @@ def _plan(
     q_in_place = layout.in_place(q)
     out_in_place = out is not None and layout.in_place(out)
     strides = q.stride() if q_in_place else plain, out.stride() if out is not None and out_in_place else plain_o
+    long = None
+    if not blank:
+        wanted = options.causal, window, options.return_lse
+        long = prefill.plan(problem, q, (k, v), page_table, wanted, strides, packed)
+        if packed and long is not None:
+            numbers["least rows"] = prefill.LEAST_ROWS
     return PagedLaunch(
         answer,
         lse_shape,
@@ -308,6 +320,8 @@ def _plan(
         cap_factor=cap_factor,
         counters=counters_needed(*need),
         floats=parts * rows * (config.value_dim + 2) + 2,
+        prefill=long,
+        decodes=packed or long is None,
         sizes=sizes(*strides),
         copied=sizes(plain, plain_o),
         q_in_place=q_in_place,

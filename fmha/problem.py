@@ -37,6 +37,7 @@ class Problem:
     score     "plain", "softcap", "alibi", or "both"
     head_dim_v  of v and the output, likewise; 0 where it is that of q and k
     ragged    each sequence of the batch has lengths of its own, which the device knows
+    paged     and its keys and values are in pages, of 16 slots or more
     """
 
     dtype: str
@@ -45,6 +46,7 @@ class Problem:
     score: str = "plain"
     head_dim_v: int = 0
     ragged: bool = False
+    paged: bool = False
 
     @property
     def value_dim(self) -> int:

@@ -7,7 +7,7 @@ before anything is compiled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from schedules.domain import DOMAINS, Bounds
@@ -362,6 +362,13 @@ def rows(head_dim: int, arch: str, head_dim_v: int = 0, paged: bool = False) -> 
         raise LookupError(f"no block config of {arch} holds head dims {needed[0]} and {needed[1]}")
     narrowest = min((dims(row) for row in found), key=sum)
     return tuple(row for row in found if dims(row) == narrowest)
+
+
+def for_pages(config: BlockConfig) -> BlockConfig:
+    """The same where K and V are in pages: a producer that looks these up spills with 24 registers."""
+    if config.producer_registers >= _THREE["producer_registers"]:
+        return config
+    return replace(config, **_WIDE)
 
 
 def rivals(head_dim: int, arch: str, lse: bool, head_dim_v: int = 0) -> tuple[Choice, ...]:

@@ -90,7 +90,7 @@ def draw(seed: int) -> PagedCase:
     batch = rng.choice((1, 1, 2, 3, 5))
     packed = rng.random() < 0.35
     layout = rng.choice(tuple(PAGES))
-    counts = (0, 1, 1, 2, 5, 33) if packed else (rng.choice((1, 1, 1, 2, 4)),)
+    counts = (0, 1, 1, 2, 5, 33, 150) if packed else (rng.choice((1, 1, 1, 1, 2, 4, 130)),)
     return PagedCase(
         seq_lens=tuple(rng.choice(LENGTHS) for _ in range(batch)),
         tokens=tuple(rng.choice(counts) for _ in range(batch)),

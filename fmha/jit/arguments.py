@@ -22,7 +22,12 @@ SHAPES: Mapping[str, Sequence[str]] = {
 # `left` and `right` are those of `schedules.domain.Bounds`, "slopes batch" is 0 where all batch entries share slopes.
 # In a ragged batch the head group is what `schedules.work.keys_in_l2` says, and of `sequences` one behind the other in
 # one entry `packed` is 1.
-NUMBERS = ("head_group", "multiprocessors", "left", "right", "slopes batch", "sequences", "packed")
+# Of a paged one k and v are [pages, page, Hkv, D], and seqlen_k is what a sequence may have; a sequence of fewer queries
+# than `least rows` is left to another kernel.
+NUMBERS = (
+    *("head_group", "multiprocessors", "left", "right", "slopes batch", "sequences", "packed"),
+    *("pages", "page", "page shift", "table row", "least rows"),
+)
 SIZES = (
     *("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v"),
     *(f"{name} {mode}" for name in SHAPES for mode in ("batch", "row", "head")),  # strides, in elements
@@ -35,7 +40,7 @@ SIZES = (
 PAGED_SIZES = (
     *("sequences", "tokens", "most keys", "kv_heads", "group", "head_dim", "head_dim_v"),
     *(f"{name} {mode}" for name in SHAPES for mode in ("outer", "row", "head", "chunk")),
-    *("table row", "page shift", "left", "right", "splits", "ctas", "part rows", "parts"),
+    *("table row", "page shift", "left", "right", "splits", "least rows", "ctas", "part rows", "parts"),
 )
 
 # The list of a ragged batch (`fmha.kernels.sm90.listing`), in int32.
@@ -67,10 +72,12 @@ class Sizes(HostNumbers):
 
     __slots__ = ()
 
-    def __init__(self, layouts: Sequence[Layout], *numbers: int) -> None:
-        """`layouts` are those of q, k, v and o, `numbers` those that `NUMBERS` names."""
+    def __init__(self, layouts: Sequence[Layout], *numbers: int, keys: int | None = None) -> None:
+        """`layouts` are those of q, k, v and o, `numbers` those that `NUMBERS` names, but for the last ones where k and
+        v are not in pages; where they are, `keys` is how many a sequence may have."""
         (batch, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, head_dim_v) = layouts[0].shape, layouts[2].shape
-        shapes = batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v
+        shapes = batch, seqlen_q, seqlen_k if keys is None else keys, heads, kv_heads, head_dim, head_dim_v
+        numbers += (0,) * (len(NUMBERS) - len(numbers))
         strides = (stride for layout in layouts for stride in layout.strides[:3])
         units = (layout.unit for layout in layouts)
         super().__init__((*shapes, *strides, *units, *numbers))

@@ -91,7 +91,7 @@ def _kernel(problem: AnyProblem, config: BlockConfig, arch: str, recorder: str |
     else:
         kind = importlib.import_module(f"{folder}.forward").ForwardKernel
     kind.list_sequences.set_name_prefix(key.LISTER, remove_cutlass_symbol=True, keep_mangled_name=False)
-    kernel = kind(dtype, problem.mask, problem.score, problem.ragged, config)
+    kernel = kind(dtype, problem.mask, problem.score, problem.ragged, config, problem.paged)
     return kernel, _abstract_arguments(addresses=8, behind=4)
 
 

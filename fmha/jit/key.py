@@ -43,7 +43,7 @@ def symbol(problem: AnyProblem, config: BlockConfig, arch: str) -> str:
     short = digest(canonical(problem, config, arch))[:8]
     if isinstance(problem, PagedProblem):
         return f"fmha_decode_{problem.dtype}_{problem.layout}_d{config.head_dim}_{short}"
-    mask = f"{problem.mask}_ragged" if problem.ragged else problem.mask
+    mask = problem.mask + ("_paged" if problem.paged else "_ragged" if problem.ragged else "")
     return f"fmha_forward_{problem.dtype}_{mask}_d{config.head_dim}_{short}"
 
 

@@ -77,6 +77,7 @@ class Launch:
     inputs_in_place: bool  # the kernel can address q, k and v as they are, wherever they are aligned
     out_in_place: bool  # and the caller's `out`
     listing_words: int = 0  # of the list of a ragged batch's sequences, int32
+    keys: int | None = None  # that a sequence may have, where k and v are in pages
 
     def __call__(
         self,
@@ -109,7 +110,7 @@ class Launch:
             o = answer.new_output(q)
             sizes = None
         if sizes is None:
-            sizes = Sizes([Layout.of(x) for x in (q, k, v, o)], *self.numbers)
+            sizes = Sizes([Layout.of(x) for x in (q, k, v, o)], *self.numbers, keys=self.keys)
         lse = answer.new_lse() if answer.return_lse else None
         sinks = None if sinks is None else sinks.contiguous()
         slopes = None if slopes is None else slopes.contiguous()

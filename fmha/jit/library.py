@@ -12,7 +12,7 @@ import tvm_ffi  # noqa: F401  (loading a kernel needs it: 20 ms, better spent at
 from fmha.jit import compile, key, tuned
 from fmha.jit.store import Store
 from fmha.problem import AnyProblem, PagedProblem, Problem, Unsupported, supports
-from schedules.tiling import BlockConfig, Extent, choose, rows
+from schedules.tiling import BlockConfig, Extent, choose, for_pages, rows
 
 if TYPE_CHECKING:
     from fmha.jit.sass import Resources
@@ -39,11 +39,17 @@ def pick(problem: AnyProblem, arch: str, extent: Extent | None = None) -> Pick:
     if isinstance(problem, PagedProblem):
         row = rows(problem.head_dim, arch, problem.head_dim_v, paged=True)[0]
         return Pick(row.config, row.reason)
-    if extent is not None and (entry := tuned.find(problem, arch, extent)) and _suits(entry.config, problem, extent):
+    if (
+        extent is not None
+        and not problem.paged
+        and (entry := tuned.find(problem, arch, extent))
+        and _suits(entry.config, problem, extent)
+    ):
         return Pick(entry.config, f"tuned: {tuned.file().path}")
     config = choose(problem.head_dim, arch, extent, problem.head_dim_v, problem.score)
     found = rows(problem.head_dim, arch, problem.head_dim_v)
-    return Pick(config, next(row.reason for row in found if row.config == config))
+    reason = next(row.reason for row in found if row.config == config)
+    return Pick(for_pages(config) if problem.paged else config, reason)
 
 
 def _suits(config: BlockConfig, problem: Problem, extent: Extent) -> bool:
@@ -104,6 +110,8 @@ def _configs(problem: AnyProblem, arch: str) -> list[BlockConfig]:
     if isinstance(problem, PagedProblem):
         return [pick(problem, arch).config]
     found = [row.config for row in rows(problem.head_dim, arch, problem.head_dim_v)]
+    if problem.paged:
+        return [for_pages(config) for config in found if config.holds(problem.score)]
     return [c for c in dict.fromkeys([*found, *tuned.configs(problem, arch)]) if c.holds(problem.score)]
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from schedules.forward import LendingRing, Ring, Slot, Turn, WorkRing
@@ -23,6 +23,9 @@ class Copy(NamedTuple):
 
     def at(self, work: Work, tile: Int32, head: Int32) -> cute.Tensor:
         return self.tiles[None, tile, head, work.batch]
+
+    def load(self, work: Work, tile: Int32, head: Int32, place: Int32, barrier: cute.Pointer) -> None:
+        cute.copy(self.atom, self.at(work, tile, head), self.shared[None, place], tma_bar_ptr=barrier)
 
 
 class RaggedCopy:
@@ -61,6 +64,57 @@ class RaggedCopy:
         first_two = (before, 0) if self.by[0] is None else (0, before)
         here = cute.domain_offset((*first_two, end * of_row + work.entry * of_entry, self.ROWS, 0), self.tensor)
         return self.partition(here)[1][None, tile, 0, 0, head]
+
+    def load(self, work: RaggedWork, tile: Int32, head: Int32, place: Int32, barrier: cute.Pointer) -> None:
+        cute.copy(self.atom, self.at(work, tile, head), self.shared[None, place], tma_bar_ptr=barrier)
+
+
+class Table(NamedTuple):
+    """A page table: int32, `row` entries from a sequence to the next, of pages of 2^shift slots."""
+
+    address: Int64
+    row: Int32
+    shift: Int32
+
+
+class PagedCopy(RaggedCopy):
+    """The same of K or V in pages, of `PIECE` slots or more: a tile is put together from pieces, each a sequence of so
+    many rows of which those behind the last key are zeros. A page is an entry of the tensor."""
+
+    PIECE = 16
+
+    def __init__(self, atom: cute.CopyAtom, slots: cute.Tensor, tensor: cute.Tensor, cut, units, table: Table) -> None:
+        """`cut` is that of whole tiles."""
+        tile, self.by = cut
+        self.keys = tile[0 if self.by[0] is None else 1]
+        piece = tuple(self.PIECE if by is None else dims for by, dims in zip(self.by, tile, strict=False))
+        slots = cute.local_tile(slots, piece, (*self.by[:2], None))
+        super().__init__(atom, slots, tensor, (piece, self.by), None, units)
+        self.table = table
+
+    def load(self, work: RaggedWork, tile: Int32, head: Int32, place: Int32, barrier: cute.Pointer) -> None:
+        first = tile * self.keys
+        pages = self.look_up(work, first + cute.arch.lane_idx() * self.PIECE)
+        of_row, of_entry = self.units
+        for piece in range(self.keys // self.PIECE):
+            page, key = cute.arch.shuffle_sync(pages, piece), first + piece * self.PIECE
+            count = cutlass.min(cutlass.max(work.seqlen_k - key, 0), self.PIECE)
+            end = (key & ((Int32(1) << self.table.shift) - 1)) + count
+            before = self.ROWS - count
+            first_two = (before, 0) if self.by[0] is None else (0, before)
+            here = cute.domain_offset((*first_two, end * of_row + page * of_entry, self.ROWS, 0), self.tensor)
+            source = self.partition(here)[1][None, 0, 0, 0, head]
+            cute.copy(self.atom, source, self.shared[None, piece, place], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def look_up(self, work: RaggedWork, key: Int32) -> Int32:
+        """The page of a key, 0 behind the last one."""
+        found = Int32(0)
+        if key < work.seqlen_k and cute.arch.lane_idx() < self.keys // self.PIECE:
+            at = work.batch * self.table.row + (key >> self.table.shift)
+            entries = cute.make_ptr(Int32, self.table.address, cute.AddressSpace.gmem, assumed_align=4)
+            found = cute.make_tensor(entries + at, cute.make_layout(1))[0]
+        return found
 
 
 class TmaRing(Ring):
@@ -115,12 +169,7 @@ class TileRing(TmaRing):
         self.heads_per_kv_head = heads_per_kv_head
 
     def load(self, slot: Slot, work: Work, tile: int) -> None:
-        cute.copy(
-            self.copy.atom,
-            self.copy.at(work, tile, work.head // self.heads_per_kv_head),
-            self.copy.shared[None, slot.stage],
-            tma_bar_ptr=self.full + slot.stage,
-        )
+        self.copy.load(work, tile, work.head // self.heads_per_kv_head, slot.stage, self.full + slot.stage)
 
 
 class ValueRing(TileRing, LendingRing):
@@ -165,12 +214,8 @@ class QueryRing(TmaRing, WorkRing):
         self.warpgroups = warpgroups
 
     def load(self, slot: Slot, work: Work, tile: int) -> None:
-        cute.copy(
-            self.copy.atom,
-            self.copy.at(work, tile * self.warpgroups + self.index, work.head),
-            self.copy.shared[None, self.place(slot)],
-            tma_bar_ptr=self.full + slot.stage,
-        )
+        q_tile = tile * self.warpgroups + self.index
+        self.copy.load(work, q_tile, work.head, self.place(slot), self.full + slot.stage)
 
     def place(self, slot: Slot) -> Int32:
         """The slot among those of all warpgroups."""

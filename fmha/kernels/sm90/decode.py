@@ -340,7 +340,7 @@ class DecodeKernel:
         self.kernel(
             tuple(places),
             (self.qk, self.pv),
-            of("sequences", "tokens", "most keys", "kv_heads", "group", "left", "right", "splits"),
+            of("sequences", "tokens", "most keys", "kv_heads", "group", "left", "right", "splits", "least rows"),
             (table, *of("table row", "page shift")),
             (seq_lens, cu_seqlens_q),
             (scale_log2, cap_factor, sinks),

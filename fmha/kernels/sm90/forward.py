@@ -35,7 +35,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fmha.jit.arguments import NUMBERS, SHAPES, SIZES, STRIDE_ELEMENTS
 from fmha.kernels.sm90 import softmax, wgmma
-from fmha.kernels.sm90.barriers import Copy, PingPong, QueryRing, RaggedCopy, TileRing, ValueRing
+from fmha.kernels.sm90.barriers import Copy, PagedCopy, PingPong, QueryRing, RaggedCopy, Table, TileRing, ValueRing
 from fmha.kernels.sm90.listing import THREADS, Lengths, List, RaggedGrid
 from schedules.domain import DOMAINS, Bounds, Section, Visits
 from schedules.forward import FLOOR, LARGE_PART, Attend, Load, Slot
@@ -538,7 +538,16 @@ class Whole(NamedTuple):
 class ForwardKernel:
     """Compiles to one cubin for (dtype, mask, score, ragged or not, block config)."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], mask: str, score: str, ragged: bool, config: BlockConfig) -> None:
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        mask: str,
+        score: str,
+        ragged: bool,
+        config: BlockConfig,
+        paged: bool = False,
+    ) -> None:
+        self.paged = paged
         self.dtype = dtype
         self.score = SCORES[score]
         self.ragged = ragged
@@ -557,6 +566,8 @@ class ForwardKernel:
             shape = [Int32(found[size]) for size in SHAPES[name]]
             strides = [cute.assume(found[f"{name} {mode}"], divby=STRIDE_ELEMENTS) for mode in ("batch", "row", "head")]
             batch, rows, heads, dims = shape
+            if self.paged and name in "kv":
+                batch, rows = Int32(found["pages"]), Int32(found["page"])
             by_batch, by_row, by_head = strides
             layout = cute.make_layout((rows, dims, heads, batch), stride=(by_row, 1, by_head, by_batch))
             if self.ragged:
@@ -596,7 +607,7 @@ class ForwardKernel:
         rows, keys, dims, value_dims = ROWS_PER_WARPGROUP, config.tile_n, config.head_dim, config.value_dim
         self.qk, self.pv = mma_shapes(self.dtype, self.config)
         (q, k, v, o), units, whole, numbers = self._arguments(sizes, (q, k, v, o))
-        head_group, multiprocessors, left, right, slopes_batch, sequences, packed = numbers
+        head_group, multiprocessors, left, right, slopes_batch, sequences, packed, _, _, *paging, least = numbers
         v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, *range(2, cute.rank(v))]))
         by_rows, by_columns = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         layouts = (  # of one slot of Q, K, V and O
@@ -608,18 +619,23 @@ class ForwardKernel:
 
         load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tiles = (rows, dims), (keys, dims), (value_dims, keys), (rows, value_dims)
+        shared = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
+        if const_expr(self.paged):
+            tiles = tiles[0], (PagedCopy.PIECE, dims), (value_dims, PagedCopy.PIECE), tiles[3]
+            shared = [shared[0], _piece(shared[1], 0), _piece(shared[2], 1), shared[3]]
         copies = [
-            cpasync.make_tiled_tma_atom(way, tensor, cute.slice_(layout, (None, None, 0)), tile)
-            for way, tensor, layout, tile in zip((load, load, load, save), (q, k, v, o), layouts, tiles, strict=True)
+            cpasync.make_tiled_tma_atom(way, tensor, layout, tile)
+            for way, tensor, layout, tile in zip((load, load, load, save), (q, k, v, o), shared, tiles, strict=True)
         ]
         atoms, tensors = zip(*copies, strict=True)
 
         q_tiles = cute.ceil_div(whole.seqlen_q, config.tile_m) * whole.batch
         if const_expr(self.ragged):
             q_tiles = q_tiles + packed * (sequences + 2)  # at most
+            starts_k = Int64(0) if const_expr(self.paged) else cu_seqlens_k
             self.list_sequences(
-                (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
-                (sequences, whole.seqlen_q, whole.seqlen_k, head_group, q_tiles),
+                (cu_seqlens_q, starts_k, seqused_q, seqused_k),
+                (sequences, whole.seqlen_q, whole.seqlen_k, head_group, q_tiles, least),
                 counter,
                 packed,
             ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
@@ -629,6 +645,7 @@ class ForwardKernel:
             layouts,
             units,
             whole if const_expr(self.ragged) else (),
+            (cu_seqlens_k, paging[1], paging[0]) if const_expr(self.paged) else (),
             (self.qk, self.pv),
             lse,
             (scale_log2, cap_factor, sinks, slopes, whole.heads, slopes_batch),
@@ -655,6 +672,7 @@ class ForwardKernel:
         layouts,
         units,
         whole,
+        table,
         mmas,
         lse: Int64,
         logits,
@@ -671,7 +689,7 @@ class ForwardKernel:
         posted = allocator.allocate_tensor(Int32, cute.make_layout((len(self.work._fields), self.config.q_slots)), 16)
         shared, value_bytes = self._shared_memory(allocator, layouts)
         *operands, so = shared
-        copies = self._copies(atoms, tensors, shared, units)
+        copies = self._copies(atoms, tensors, shared, units, table)
         index = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP - 1
         q_rings, k, v = self._rings(barriers, posted, copies, index, heads_per_kv_head=whole.heads // whole.kv_heads)
 
@@ -712,7 +730,7 @@ class ForwardKernel:
         ]
         return shared, starts[2]
 
-    def _copies(self, atoms, tensors, shared, units) -> list[Copy] | list[RaggedCopy]:
+    def _copies(self, atoms, tensors, shared, units, table) -> list[Copy] | list[RaggedCopy]:
         """Those of Q, K, V and O."""
         rows, keys, dims, value_dims = (
             ROWS_PER_WARPGROUP,
@@ -728,7 +746,11 @@ class ForwardKernel:
             ((rows, value_dims), by_rows),
         )
         if self.ragged:
-            return [RaggedCopy(*one) for one in zip(atoms, shared, tensors, cuts, EXTENTS, units, strict=True)]
+            every = list(zip(atoms, shared, tensors, cuts, EXTENTS, units, strict=True))
+            found = [RaggedCopy(*one) for one in every]
+            if self.paged:
+                found[1:3] = [PagedCopy(*one[:4], one[5], Table(*table)) for one in every[1:3]]
+            return found
         copies = []
         for atom, tensor, slots, (tile, at) in zip(atoms, tensors, shared, cuts, strict=True):
             tiles = cute.group_modes(cute.local_tile(tensor, tile, at), 0, 2)
@@ -815,3 +837,13 @@ def _slots(start: cute.Pointer, one, slots: int, step: int, dtype) -> cute.Tenso
     """Tiles in shared memory, `step` elements apart, from the layout of one."""
     layout = cute.make_layout((*one.outer.shape[:2], slots), stride=(*one.outer.stride[:2], step))
     return cute.make_tensor(cute.recast_ptr(start, one.inner, dtype=dtype), layout)
+
+
+def _piece(layout, keys: int):
+    """Of a tile in shared memory, `PagedCopy.PIECE` keys, which are mode `keys`: rows of a swizzle's width follow one
+    another."""
+    outer = layout.outer
+    shape, stride = list(outer.shape), list(outer.stride)
+    shape[keys], stride[keys] = PagedCopy.PIECE, outer.stride[keys][0]
+    piece = cute.make_layout(tuple(shape), stride=tuple(stride))
+    return cute.make_composed_layout(layout.inner, layout.offset, piece)

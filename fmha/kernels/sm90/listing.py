@@ -27,12 +27,13 @@ ONE_SEQUENCE = 1 << TILE_BITS
 class Lengths:
     """Where the lengths of the sequences come from: addresses of int32 arrays, 0 for none."""
 
-    def __init__(self, addresses, batch, rows, keys, keys_fit, most: Int32, tile_m: int) -> None:
+    def __init__(self, addresses, batch, rows, keys, keys_fit, most: Int32, least: Int32, tile_m: int) -> None:
         self.cu_q, self.cu_k, self.used_q, self.used_k = addresses
         self.batch = batch
         self.rows, self.keys = rows, keys  # of an entry of the tensors
         self.keys_fit = keys_fit
         self.most = most  # Q tiles that there can be
+        self.least = least  # queries of a sequence: the rows of shorter ones are another kernel's
         self.tile_m = tile_m
 
     @cute.jit
@@ -47,7 +48,8 @@ class Lengths:
             start_q = read(self.cu_q, before) if index != self.batch else Int32(0)
             end_q = read(self.cu_q, behind) if index <= self.batch else self.rows
             start_q, end_q = within(start_q, end_q, self.rows)
-            start_k, end_k = within(read(self.cu_k, before), read(self.cu_k, behind), self.keys)
+            if self.cu_k != 0:
+                start_k, end_k = within(read(self.cu_k, before), read(self.cu_k, behind), self.keys)
         seqlen_q, seqlen_k = end_q - start_q, end_k - start_k
         if index < self.batch:
             if self.used_q != 0:
@@ -58,6 +60,8 @@ class Lengths:
         else:
             seqlen_q, seqlen_k = Int32(0), Int32(0)
         batch = cutlass.min(index, self.batch - 1)
+        if end_q - start_q < self.least:
+            end_q, seqlen_q = start_q, Int32(0)
         return Sequence(batch, entry, start_q, end_q - start_q, seqlen_q, start_k, seqlen_k, group)
 
     def tiles(self, sequence: Sequence) -> Int32:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -346,14 +346,15 @@ class WarpSplitter(Splitter):
     def __init__(self, domain, tile_m: int, numbers, seq_lens: Int64, cu_seqlens_q: Int64) -> None:
         self.domain, self.tile_m = domain, tile_m
         self.sequences, self.tokens, self.most_keys, self.heads, self.group, *rest = numbers
-        self.left, self.right, self.splits = rest
+        self.left, self.right, self.splits, self.least_rows = rest
         self.ctas = cute.arch.grid_dim()[0]
         self.cta = cute.arch.block_idx()[0]
         self.seq_lens, self.cu_seqlens_q = seq_lens, cu_seqlens_q
 
     @cute.jit
     def rows(self, batch: Int32) -> Rows:
-        """As `schedules.simulate_decode.Batch.rows`. Whatever the numbers are, nothing lies outside of q."""
+        """As `schedules.simulate_decode.Batch.rows`, but those of `least_rows` or more, if that is not 0, are another
+        kernel's. Whatever the numbers are, nothing lies outside of q."""
         entry, start, end, keys = batch, Int32(0), self.tokens, Int32(0)
         packed = self.cu_seqlens_q != 0
         sequences = self.sequences
@@ -367,6 +368,8 @@ class WarpSplitter(Splitter):
             end = cutlass.min(cutlass.max(end, start), self.tokens)
         if batch < sequences:
             keys = cutlass.min(cutlass.max(read(self.seq_lens, batch), 0), self.most_keys)
+        if self.least_rows > 0 and end - start >= self.least_rows:
+            end = start
         queries = end - start if batch < sequences else Int32(0)
         return Rows(entry, start, end - start, queries, keys)
 
