@@ -218,9 +218,8 @@ def check_shapes(operands: dict[str, Operand], k_pages: Pages, v_pages: Pages) -
     k, v, slot_mapping = operands["k"], operands["v"], operands["slot_mapping"]
     if len(k.shape) not in (3, 4):
         raise ValueError(f"k.shape is {list(k.shape)}; [T, Hkv, D] or [B, S, Hkv, D] is needed")
-    if v.shape[:-1] != k.shape[:-1] or len(v.shape) != len(k.shape):
-        needed = ", ".join(map(str, (*k.shape[:-1], "Dv")))
-        raise ValueError(f"v.shape is {list(v.shape)}; beside k, {list(k.shape)}, [{needed}] is needed")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v.shape is {list(v.shape)}; all its modes but the last must be those of k, {list(k.shape)}")
     for name in ("v", "k_pages", "v_pages"):
         check_same(operands[name], k, "dtype", "device")
     for new, pages, name in ((k, k_pages, "k_pages"), (v, v_pages, "v_pages")):

@@ -116,9 +116,9 @@ def _view(case: WriteCase, dims: int, generator: torch.Generator) -> torch.Tenso
     if case.view == "columns":
         return randn(*case.shape, dims, case.heads).transpose(-1, -2)
     if case.view == "odd":
-        return randn(*case.shape, case.heads, dims + 3)[..., 1:-2]
+        return randn(*case.shape, case.heads, dims + 3)[..., :-3]
     if case.view == "shifted":  # strides are right, and addresses are not
-        return randn(torch.Size(shape).numel() + 1)[1:].view(shape)
+        return randn(*case.shape, case.heads, dims + 8)[..., 1:-7]
     if case.view == "one token":
         return randn(case.heads, dims).expand(shape)
     if case.view == "packed":

@@ -38,8 +38,8 @@ PAGED_SIZES = (
     *("table row", "page shift", "left", "right", "splits", "ctas", "part rows", "parts"),
 )
 
-# Of new tokens for pages. "token" and "token head" are steps of the tokens; a CTA has `width` chunks of 16 bytes of each
-# of `abreast` tokens, and, if `several`, of so many times more as its config has in flight.
+# Of new tokens for pages. "token" and "token head" are steps of the tokens; a CTA has `width` chunks of 16 bytes each of
+# `abreast` tokens, and, if `several`, of so many times more as its config has in flight.
 WRITE_SIZES = (
     *("tokens", "slots", "slot bytes", "page shift"),
     *(f"{name} {what}" for name in "kv" for what in ("token", "token head", "outer", "row", "head", "chunk")),

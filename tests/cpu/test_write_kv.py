@@ -164,8 +164,9 @@ def swap(**changes):
     return lambda given: given | {name: change(given[name]) for name, change in changes.items()}
 
 
-def overlapping(given: dict) -> dict:
-    return given | {"k": given["k_pages"].view(-1)[: given["k"].numel()].view_as(given["k"])}
+def inside(new: str, pages: str):
+    """One of the tokens' tensors lies in the pages."""
+    return lambda given: given | {new: given[pages].view(-1)[: given[new].numel()].view_as(given[new])}
 
 
 HALF = torch.Tensor.half
@@ -209,7 +210,10 @@ REFUSED = {
         fmha.Unsupported,
         "multiples of 8 only",
     ),
-    "k in the pages": (overlapping, ValueError, "k_pages overlaps k "),
+    "k in its pages": (inside("k", "k_pages"), ValueError, "k_pages overlaps k "),
+    "v in its pages": (inside("v", "v_pages"), ValueError, "v_pages overlaps v "),
+    "k in the pages of v": (inside("k", "v_pages"), ValueError, "v_pages overlaps k "),
+    "v in the pages of k": (inside("v", "k_pages"), ValueError, "k_pages overlaps v "),
     "one cache twice": (lambda given: given | {"v_pages": given["k_pages"]}, ValueError, "k_pages overlaps v_pages"),
     "gradients": (swap(k=lambda k: k.requires_grad_()), fmha.Unsupported, "k.requires_grad"),
     "gradients of pages": (swap(v_pages=lambda v: v.requires_grad_()), fmha.Unsupported, "v_pages.requires_grad"),
