@@ -38,7 +38,7 @@ PAGED_SIZES = (
     *("table row", "page shift", "left", "right", "splits", "ctas", "part rows", "parts"),
 )
 
-# Of new tokens for pages. "token" and "token head" are steps of the tokens; a CTA has `width` chunks of 16 bytes each of
+# Of new tokens for pages. "token" and "token head" are steps of tokens. A CTA has `width` chunks, of 16 bytes, each of
 # `abreast` tokens, and, if `several`, of so many times more as its config has in flight.
 WRITE_SIZES = (
     *("tokens", "slots", "slot bytes", "page shift"),
