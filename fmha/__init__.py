@@ -4,7 +4,8 @@ from fmha.attention import attention, attention_varlen
 from fmha.jit.library import inspect, warmup
 from fmha.merge import merge
 from fmha.paged import attention_paged
-from fmha.problem import PagedProblem, Problem, Unsupported, supports
+from fmha.problem import PagedProblem, Problem, Unsupported, WriteProblem, supports
+from fmha.writing import write_kv
 from schedules.tiling import Extent
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "PagedProblem",
     "Problem",
     "Unsupported",
+    "WriteProblem",
     "attention",
     "attention_paged",
     "attention_varlen",
@@ -19,4 +21,5 @@ __all__ = [
     "merge",
     "supports",
     "warmup",
+    "write_kv",
 ]

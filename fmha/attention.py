@@ -33,7 +33,7 @@ from fmha.jit.library import pick
 from fmha.problem import AnyProblem, Problem, Unsupported, supports
 from schedules.domain import mask_of
 from schedules.scores import score_of
-from schedules.tiling import BlockConfig, Extent
+from schedules.tiling import AnyConfig, BlockConfig, Extent
 from schedules.work import head_group, keys_in_l2
 
 MAX_RAGGED = 2**30  # rows of an entry, where sequences have lengths of their own
@@ -338,7 +338,7 @@ def _plan(
     )
 
 
-def kernel_function(problem: AnyProblem, config: BlockConfig, arch: str, device: torch.device) -> library.Function:
+def kernel_function(problem: AnyProblem, config: AnyConfig, arch: str, device: torch.device) -> library.Function:
     """The launch function, fetched if it is not in memory and nothing forbids that."""
     function = library.loaded(problem, config, arch)
     if function is None:

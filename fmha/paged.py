@@ -131,6 +131,19 @@ def attention_paged(
     return plan(q, k_pages, v_pages, page_table, seq_lens, sinks, cu_seqlens_q, out)
 
 
+def touch(problem: PagedProblem) -> None:
+    """Launches a kernel on the current device, for a query and a key."""
+    dims, values = problem.head_dim, problem.value_dim
+    vllm = problem.layout == "vllm"
+    shapes = ((1, 1, dims // 8, 8, 8), (1, 1, values, 8)) if vllm else ((1, 1, 1, dims), (1, 1, 1, values))
+    q, k_pages, v_pages = (
+        torch.zeros(shape, dtype=getattr(torch, problem.dtype), device="cuda") for shape in ((1, 1, dims), *shapes)
+    )
+    table, lens = torch.zeros((1, 1), dtype=torch.int32, device="cuda"), torch.ones(1, dtype=torch.int32, device="cuda")
+    layout, softcap = "vllm" if vllm else "nhd", 1.0 if problem.score == "softcap" else None
+    attention_paged(q, k_pages, v_pages, table, lens, layout=layout, softcap=softcap)
+
+
 NAMES = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "sinks", "cu_seqlens_q", "out")
 NEEDED = NAMES[:5]
 

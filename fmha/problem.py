@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,6 +62,8 @@ def supports(problem: AnyProblem, arch: str) -> str | None:
         planned = ", ".join(f"{name} ({chip})" for name, chip in PLANNED.items())
         later = f"; {planned} comes later" if arch in PLANNED else ""
         return f"architecture {arch}: {_either(f'{name} ({chip})' for name, chip in ARCHITECTURES.items())} only{later}"
+    if isinstance(problem, WriteProblem):
+        return _refuse(problem, {"layout": PAGED_LAYOUTS})
     if problem.dtype not in DTYPES:
         return f"dtype {problem.dtype}: {_either(DTYPES)} only"
     widest = max(row.config.head_dim for row in TABLES[arch])
@@ -69,9 +71,12 @@ def supports(problem: AnyProblem, arch: str) -> str | None:
         if dim % HEAD_DIM_MULTIPLE or not 0 < dim <= widest:
             return f"{name} {dim}: multiples of {HEAD_DIM_MULTIPLE} up to {widest} only"
     if isinstance(problem, PagedProblem):
-        allowed = {"score": PAGED_SCORES, "layout": PAGED_LAYOUTS}
-    else:
-        allowed = {"mask": MASKS, "score": tuple(SCORES)}
+        return _refuse(problem, {"score": PAGED_SCORES, "layout": PAGED_LAYOUTS})
+    return _refuse(problem, {"mask": MASKS, "score": tuple(SCORES)})
+
+
+def _refuse(problem: AnyProblem, allowed: Mapping[str, Sequence[str]]) -> str | None:
+    """What `supports` says of fields with one of some values."""
     for name, values in allowed.items():
         if (given := getattr(problem, name)) not in values:
             return f"{name} {given!r}: {_either(map(repr, values))} only"
@@ -100,13 +105,24 @@ class PagedProblem:
         return self.head_dim_v or self.head_dim
 
 
-AnyProblem = Problem | PagedProblem
+@dataclass(frozen=True)
+class WriteProblem:
+    """The same of a call of `fmha.write_kv`, whose kernels take every head dim and both dtypes.
+
+    layout    "rows", for those of `fmha.paging.LAYOUTS` in which a key's elements are side by side, or "vllm"
+    """
+
+    layout: str = "rows"
+
+
+TiledProblem = Problem | PagedProblem  # those whose kernels have a block config
+AnyProblem = TiledProblem | WriteProblem
 
 
 class Variant(NamedTuple):
     """What a kernel is compiled from. A problem has one for each block config of its head dim."""
 
-    problem: AnyProblem
+    problem: TiledProblem
     config: BlockConfig
 
 

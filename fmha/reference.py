@@ -133,14 +133,40 @@ def gather(
     pages: torch.Tensor, page_table: torch.Tensor, batch: int, length: int, layout: str, values: bool
 ) -> torch.Tensor:
     """The first `length` keys (or values) of a sequence, [length, Hkv, D], token by token."""
-    if layout == "hnd":
-        pages = pages.transpose(1, 2)
-    elif layout == "vllm":  # K [pages, Hkv, D / x, page, x], V [pages, Hkv, D, page]
-        pages = pages.permute(0, 3, 1, 2) if values else pages.permute(0, 3, 1, 2, 4).flatten(3)
+    pages = _by_slot(pages, layout, values).flatten(3)
     page = pages.shape[1]
     table = page_table[batch].tolist() if length else []
     tokens = [pages[table[j // page], j % page] for j in range(length)]
     return torch.stack(tokens) if tokens else pages.new_empty(0, *pages.shape[2:])
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    layout: str = "nhd",
+) -> None:
+    """`fmha.write_kv`, in place and token by token; where tokens share a slot, the last of them stays."""
+    slots = slot_mapping.flatten().tolist()
+    page = k_pages.shape[{"nhd": 1, "hnd": 2, "vllm": 3}[layout]]
+    for new, pages, values in ((k, k_pages, False), (v, v_pages, True)):
+        by_slot = _by_slot(pages, layout, values)
+        for token, slot in zip(new.flatten(0, -3), slots, strict=True):
+            if 0 <= slot < len(pages) * page:
+                to = by_slot[slot // page, slot % page]
+                to.copy_(token.reshape(to.shape))
+
+
+def _by_slot(pages: torch.Tensor, layout: str, values: bool) -> torch.Tensor:
+    """A view [pages, page, Hkv, D] of pages, of vLLM's K [pages, page, Hkv, D / x, x]."""
+    if layout == "hnd":
+        return pages.transpose(1, 2)
+    if layout == "vllm":  # K [pages, Hkv, D / x, page, x], V [pages, Hkv, D, page]
+        return pages.permute(0, 3, 1, 2) if values else pages.permute(0, 3, 1, 2, 4)
+    return pages
 
 
 def _padded(

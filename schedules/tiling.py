@@ -200,6 +200,20 @@ class BlockConfig:
 
 
 @dataclass(frozen=True)
+class CopyConfig:
+    """The same of a kernel that only copies."""
+
+    threads: int = 256  # of a CTA
+    at_once: int = 4  # chunks of 16 bytes that a thread has in flight, where there are enough for all of the chip's
+
+    def smem_bytes(self) -> int:
+        return 0
+
+
+AnyConfig = BlockConfig | CopyConfig
+
+
+@dataclass(frozen=True)
 class Cost:
     """Microseconds on an H200 in bfloat16, fitted to rates at S = 256 to 2k, dense and causal; those of rows for LSEs
     to rates of earlier kernels. Of use beside those of other rows of the same head dim only: their ratios decide which

@@ -43,6 +43,15 @@ PAGED_SIZES = (
     *("table row", "page shift", "left", "right", "splits", "least rows", "ctas", "part rows", "parts"),
 )
 
+# Of new tokens for pages. "token" and "token head" are steps of tokens. A CTA has `width` chunks, of 16 bytes, each of
+# `abreast` tokens, and, if `several`, of so many times more as its config has in flight.
+WRITE_SIZES = (
+    *("tokens", "slots", "slot bytes", "page shift"),
+    *(f"{name} {what}" for name in "kv" for what in ("token", "token head", "outer", "row", "head", "chunk")),
+    *(f"{name} {what}" for name in "kv" for what in ("columns", "chunks")),
+    *("ctas", "chunk groups", "abreast", "width", "several"),
+)
+
 # The list of a ragged batch (`fmha.kernels.sm90.listing`), in int32.
 COUNTER, TOTAL, LISTED, FIRST = 0, 1, 2, 4
 RECORD = 8

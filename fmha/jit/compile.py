@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from fmha.jit import key
-from fmha.problem import AnyProblem, PagedProblem
-from schedules.tiling import BlockConfig
+from fmha.problem import AnyProblem, PagedProblem, WriteProblem
+from schedules.tiling import AnyConfig
 
 ENTRY = "fmha_forward"  # the name under which an object exports its launch function
 EM_CUDA = 190  # the machine of a cubin in its ELF header
@@ -25,7 +25,7 @@ EM_CUDA = 190  # the machine of a cubin in its ELF header
 _tracing = threading.Lock()  # the DSL traces into state of the whole process
 
 
-def compile_object(problem: AnyProblem, config: BlockConfig, arch: str, *, recorder: str | None = None) -> bytes:
+def compile_object(problem: AnyProblem, config: AnyConfig, arch: str, *, recorder: str | None = None) -> bytes:
     """Compiles the kernel of (problem, config) for `arch` into an object file, the same bytes in every process.
 
     Strides of q, k, v and o must be multiples of 8 elements and their bases of 16 bytes: the code relies on it.
@@ -78,10 +78,13 @@ def _elf_bytes(header: bytes) -> int:
     return max(programs + program_bytes * program_count, sections + section_bytes * section_count)
 
 
-def _kernel(problem: AnyProblem, config: BlockConfig, arch: str, recorder: str | None) -> tuple[Any, tuple[Any, ...]]:
+def _kernel(problem: AnyProblem, config: AnyConfig, arch: str, recorder: str | None) -> tuple[Any, tuple[Any, ...]]:
     """The kernel, of the folder that `arch` is lowered in (fmha/kernels/sm90 for sm_90a), and any arguments of its
     types."""
     folder = "fmha.kernels." + arch.replace("_", "").rstrip("af")
+    if isinstance(problem, WriteProblem):
+        kind = importlib.import_module(f"{folder}.writing").WriteKernel
+        return kind(problem.layout, config), _abstract_arguments(addresses=6, factors=0)
     dtype = _element_type(problem.dtype)
     if isinstance(problem, PagedProblem):
         kind = importlib.import_module(f"{folder}.decode").DecodeKernel
@@ -101,18 +104,18 @@ def _element_type(dtype: str) -> Any:
     return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
 
 
-def _abstract_arguments(addresses: int, behind: int = 0) -> tuple[Any, ...]:
-    """Of a launch function: addresses, scale_log2 and cap_factor, with `behind` more the counter, the stream, and those
-    addresses behind it."""
+def _abstract_arguments(addresses: int, behind: int = 0, factors: int = 2) -> tuple[Any, ...]:
+    """Of a launch function: addresses, the factors scale_log2 and cap_factor, with `behind` more the counter, the
+    stream, and those addresses behind it."""
     import cutlass
     from cutlass.cute.runtime import make_fake_stream
 
     def address() -> Any:
         return cutlass.Int64(0)
 
-    factors = [cutlass.Float32(1.0)] * 2
+    floats = [cutlass.Float32(1.0)] * factors
     counter = (address(), cutlass.Int32(0)) if behind else ()
-    return *[address()] * addresses, *factors, *counter, make_fake_stream(), *[address()] * behind
+    return *[address()] * addresses, *floats, *counter, make_fake_stream(), *[address()] * behind
 
 
 @contextmanager

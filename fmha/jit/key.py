@@ -9,27 +9,30 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
-from fmha.problem import AnyProblem, PagedProblem
-from schedules.tiling import BlockConfig
+from fmha.problem import AnyProblem, PagedProblem, WriteProblem
+from schedules.tiling import AnyConfig, CopyConfig
 
 LISTER = "fmha_list_sequences"  # how the name of the kernel begins that runs before one for ragged batches
 
 
-def canonical(problem: AnyProblem, config: BlockConfig, arch: str) -> str:
+def canonical(problem: AnyProblem, config: AnyConfig, arch: str) -> str:
     """The text that names a kernel, one `name = value` a line.
 
     A head dim below that of the tile is padded by TMA when the kernel runs, so the text carries the config's.
     """
     lines = [f"arch = {_write(arch)}"]
-    kind = "paged problem" if isinstance(problem, PagedProblem) else "problem"
+    kind = {PagedProblem: "paged problem", WriteProblem: "write problem"}.get(type(problem), "problem")
     for prefix, values in ((kind, padded(problem, config)), ("config", config)):
         for field in dataclasses.fields(values):
             lines.append(f"{prefix}.{field.name} = {_write(getattr(values, field.name))}")
     return "\n".join(lines) + "\n"
 
 
-def padded(problem: AnyProblem, config: BlockConfig) -> AnyProblem:
-    """The problem with the head dims of the tiles."""
+def padded(problem: AnyProblem, config: AnyConfig) -> AnyProblem:
+    """The problem with the head dims of the tiles, where there are any."""
+    if isinstance(problem, WriteProblem):
+        return problem
+    assert not isinstance(config, CopyConfig), f"{problem} has tiles"
     return dataclasses.replace(problem, head_dim=config.head_dim, head_dim_v=config.value_dim)
 
 
@@ -38,9 +41,12 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def symbol(problem: AnyProblem, config: BlockConfig, arch: str) -> str:
+def symbol(problem: AnyProblem, config: AnyConfig, arch: str) -> str:
     """The kernel's name in the cubin, as profilers show it. The same kernel has the same name in every process."""
     short = digest(canonical(problem, config, arch))[:8]
+    if isinstance(problem, WriteProblem):
+        return f"fmha_write_kv_{problem.layout}_{short}"
+    assert not isinstance(config, CopyConfig), f"{problem} has tiles"
     if isinstance(problem, PagedProblem):
         return f"fmha_decode_{problem.dtype}_{problem.layout}_d{config.head_dim}_{short}"
     mask = problem.mask + ("_paged" if problem.paged else "_ragged" if problem.ragged else "")

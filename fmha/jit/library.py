@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,8 +11,8 @@ import tvm_ffi  # noqa: F401  (loading a kernel needs it: 20 ms, better spent at
 
 from fmha.jit import compile, key, tuned
 from fmha.jit.store import Store
-from fmha.problem import AnyProblem, PagedProblem, Problem, Unsupported, supports
-from schedules.tiling import BlockConfig, Extent, choose, for_pages, rows
+from fmha.problem import AnyProblem, PagedProblem, Problem, TiledProblem, Unsupported, WriteProblem, supports
+from schedules.tiling import AnyConfig, BlockConfig, CopyConfig, Extent, choose, for_pages, rows
 
 if TYPE_CHECKING:
     from fmha.jit.sass import Resources
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Function = Callable[..., None]
 
 STORE = Store()
-_functions: dict[tuple[AnyProblem, BlockConfig, str], Function] = {}
+_functions: dict[tuple[AnyProblem, AnyConfig, str], Function] = {}
 _missing = threading.Lock()  # of the threads that miss a kernel, one fetches it
 
 
@@ -31,7 +31,7 @@ class Pick(NamedTuple):
     source: str
 
 
-def pick(problem: AnyProblem, arch: str, extent: Extent | None = None) -> Pick:
+def pick(problem: TiledProblem, arch: str, extent: Extent | None = None) -> Pick:
     """The block config that calls of `problem` with these sizes get: that of the user's own file, else the table's.
 
     Without sizes it is the table's for long sequences. LookupError if the table holds no such head dim.
@@ -56,12 +56,12 @@ def _suits(config: BlockConfig, problem: Problem, extent: Extent) -> bool:
     return config.serves(extent.lse) and config.holds(problem.score)
 
 
-def loaded(problem: AnyProblem, config: BlockConfig, arch: str) -> Function | None:
+def loaded(problem: AnyProblem, config: AnyConfig, arch: str) -> Function | None:
     """The launch function of a kernel if it is in memory."""
     return _functions.get((key.padded(problem, config), config, arch))
 
 
-def fetch(problem: AnyProblem, config: BlockConfig, arch: str) -> Function:
+def fetch(problem: AnyProblem, config: AnyConfig, arch: str) -> Function:
     """The launch function of a kernel, from memory, disk or the compiler. `fmha.Unsupported` if there is none."""
     _require(problem, arch)
     with _missing:
@@ -73,7 +73,7 @@ def fetch(problem: AnyProblem, config: BlockConfig, arch: str) -> Function:
         return function
 
 
-def object_file(problem: AnyProblem, config: BlockConfig, arch: str) -> bytes:
+def object_file(problem: AnyProblem, config: AnyConfig, arch: str) -> bytes:
     """The compiled object of a kernel, from disk or the compiler; `compile.cubin` takes the GPU code out of it."""
     _require(problem, arch)
     text, build = _recipe(problem, config, arch)
@@ -102,11 +102,26 @@ def warmup(problems: AnyProblem | Iterable[AnyProblem], arch: str | None = None)
         for config in _configs(problem, arch):
             function = fetch(problem, config, arch)
             if arch == here:
-                launch.touch(function, problem)
+                _touch(function, problem)
 
 
-def _configs(problem: AnyProblem, arch: str) -> list[BlockConfig]:
+def _touch(function: Function, problem: AnyProblem) -> None:
+    """Launches a kernel once."""
+    from fmha import paged, writing  # which import this module
+    from fmha.jit import launch
+
+    if isinstance(problem, WriteProblem):
+        writing.touch(problem)
+    elif isinstance(problem, PagedProblem):
+        paged.touch(problem)
+    else:
+        launch.touch(function, problem)
+
+
+def _configs(problem: AnyProblem, arch: str) -> Sequence[AnyConfig]:
     """Those that calls of `problem` may get."""
+    if isinstance(problem, WriteProblem):
+        return [CopyConfig()]
     if isinstance(problem, PagedProblem):
         return [pick(problem, arch).config]
     found = [row.config for row in rows(problem.head_dim, arch, problem.head_dim_v)]
@@ -121,7 +136,7 @@ class Inspection:
 
     problem: AnyProblem
     arch: str
-    config: BlockConfig
+    config: AnyConfig
     reason: str  # where the config comes from: why the table has it, or "tuned: PATH" where a file of the user's does
     key: str  # the canonical text that names it on disk
     smem_bytes: int  # dynamic shared memory of one CTA
@@ -143,7 +158,11 @@ def inspect(problem: AnyProblem, arch: str | None = None, *, extent: Extent | No
     _require(problem, arch)
     if extent is not None and isinstance(problem, Problem) and extent.mask != problem.mask:
         raise ValueError(f"extent.mask is {extent.mask!r}; it must be that of the problem, {problem.mask!r}")
-    config, reason = pick(problem, arch, extent)
+    config: AnyConfig
+    if isinstance(problem, WriteProblem):
+        config, reason = CopyConfig(), "the only one"
+    else:
+        config, reason = pick(problem, arch, extent)
     cubin = compile.cubin(object_file(problem, config, arch))
     text = key.canonical(problem, config, arch)
     return Inspection(problem, arch, config, reason, text, config.smem_bytes(), sass.read(cubin))
@@ -162,6 +181,6 @@ def _require(problem: AnyProblem, arch: str) -> None:
         raise Unsupported(reason)
 
 
-def _recipe(problem: AnyProblem, config: BlockConfig, arch: str) -> tuple[str, Callable[[], bytes]]:
+def _recipe(problem: AnyProblem, config: AnyConfig, arch: str) -> tuple[str, Callable[[], bytes]]:
     """The canonical text of a kernel, and how to make it."""
     return key.canonical(problem, config, arch), lambda: compile.compile_object(problem, config, arch)
