@@ -211,14 +211,16 @@ def touch(function: Callable[..., None], problem: Problem) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     dims = problem.head_dim, problem.head_dim, problem.value_dim, problem.value_dim
     tensors = [torch.zeros((1, 1, 1, dim), dtype=getattr(torch, problem.dtype), device=device) for dim in dims]
-    sizes = Sizes([Layout.of(tensor) for tensor in tensors], 1, 1, 0, 0, 0, 1, 0)
+    sizes = Sizes([Layout.of(tensor) for tensor in tensors], 1, 1, 0, 0, 0, 1, 0, 1, 1)
     slopes = torch.zeros(1, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream
     room = torch.zeros(listing_words(1), dtype=torch.int32, device=device)
     addresses = (tensor.data_ptr() for tensor in tensors)
     vectors = 0, slopes.data_ptr()
     taken = room.data_ptr(), 0
-    function(sizes.address, *addresses, 0, *vectors, 1.0, 1.0, *taken, stream, 0, 0, 0, 0)
+    zero = torch.zeros(1, dtype=torch.int32, device=device).data_ptr()
+    lengths = (0, zero, 0, zero) if problem.paged else (0, 0, 0, 0)  # a page table, and no key
+    function(sizes.address, *addresses, 0, *vectors, 1.0, 1.0, *taken, stream, *lengths)
 
 
 def from_dlpack(name: str, array: Any) -> Tensor:

@@ -91,10 +91,25 @@ class PagedCopy(RaggedCopy):
         slots = cute.local_tile(slots, piece, (*self.by[:2], None))
         super().__init__(atom, slots, tensor, (piece, self.by), None, units)
         self.table = table
+        # What was looked up ahead, this lane's page, and for which sequence and tile.
+        self.ahead = cute.make_rmem_tensor(3, Int32)
+        self.ahead.fill(-1)
 
     def load(self, work: RaggedWork, tile: Int32, head: Int32, place: Int32, barrier: cute.Pointer) -> None:
+        """Beside it the pages of the next tile are looked up: to wait for that takes longer than to load."""
+        pages = self.pages(work, tile)
+        self.copy_pieces(work, tile, head, place, barrier, pages)
+        self.ahead[0], self.ahead[1], self.ahead[2] = self.look_up(work, tile + 1), work.batch, tile + 1
+
+    @cute.jit
+    def pages(self, work: RaggedWork, tile: Int32) -> Int32:
+        found = self.ahead[0]
+        if self.ahead[1] != work.batch or self.ahead[2] != tile:
+            found = self.look_up(work, tile)
+        return found
+
+    def copy_pieces(self, work, tile: Int32, head: Int32, place: Int32, barrier: cute.Pointer, pages: Int32) -> None:
         first = tile * self.keys
-        pages = self.look_up(work, first + cute.arch.lane_idx() * self.PIECE)
         of_row, of_entry = self.units
         for piece in range(self.keys // self.PIECE):
             page, key = cute.arch.shuffle_sync(pages, piece), first + piece * self.PIECE
@@ -107,9 +122,10 @@ class PagedCopy(RaggedCopy):
             cute.copy(self.atom, source, self.shared[None, piece, place], tma_bar_ptr=barrier)
 
     @cute.jit
-    def look_up(self, work: RaggedWork, key: Int32) -> Int32:
-        """The page of a key, 0 behind the last one."""
+    def look_up(self, work: RaggedWork, tile: Int32) -> Int32:
+        """The page of this lane's piece of a tile, 0 behind the last key."""
         found = Int32(0)
+        key = tile * self.keys + cute.arch.lane_idx() * self.PIECE
         if key < work.seqlen_k and cute.arch.lane_idx() < self.keys // self.PIECE:
             at = work.batch * self.table.row + (key >> self.table.shift)
             entries = cute.make_ptr(Int32, self.table.address, cute.AddressSpace.gmem, assumed_align=4)
