@@ -306,7 +306,6 @@ def _plan(
         "ctas": device.multiprocessors,
         "part rows": rows,
         "parts": parts,
-        "counters": counters_needed(*need),
     }
     for name, pages in (("k", k), ("v", v)):
         numbers |= {f"{name} {mode}": getattr(pages, mode) for mode in ("outer", "row", "head", "chunk")}

@@ -11,7 +11,6 @@ The operations besides those of `schedules.forward`:
     ring.commit(slot)       arrive when this thread's copies have landed (PTX: cp.async.mbarrier.arrive.noinc)
     ring.wait(slot)         wait for those of all, and order them before the MMAs that follow (PTX: fence.proxy.async)
     open, turn              begin to read which pages a tile is in, and go on to the next tile
-    ask                     a short segment, from a counter that all CTAs share
     write_part, publish     a split's O, its rows' sums and references, for whoever is last
     arrive                  one more split has left its part: true for the last one
 """
@@ -27,7 +26,7 @@ from schedules import program
 from schedules.domain import Section, Visits
 from schedules.forward import Attend, Ring, Role, Slot, WorkRing
 from schedules.program import range
-from schedules.splits import Place, Plan, Split, Splitter
+from schedules.splits import Place, Split, Splitter
 
 
 class PagedRing(Ring):
@@ -56,10 +55,6 @@ class Fetch(Role):
     def turn(self, split: Split, position: int, pages: Any) -> Any:
         """The pages of the tile at `position`, where `pages` are those of the tile before."""
 
-    @abstractmethod
-    def ask(self, plan: Plan) -> int:
-        """The number of a short segment that no CTA has; behind the last one none is left."""
-
     @program.jit
     def run(self) -> None:
         """Pages are looked up long before they are copied: memory has so much to do that an answer takes as long as the
@@ -83,9 +78,6 @@ class Fetch(Role):
                     self.load_q(q_slot, split)
             q_slot = self.q.next(q_slot)
             split = self.splitter.next(plan, split)
-            if split.valid == 0 and plan.short > 0:
-                plan = self.splitter.take(plan, self.ask(plan))
-                split = self.splitter.first(plan)
         self.q.acquire(q_slot)
         self.q.post(q_slot, split)
         self.q.commit(q_slot)

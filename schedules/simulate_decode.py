@@ -5,10 +5,9 @@ CTAs are simulated one after another, in any order: what they share are the part
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ from schedules.machine import Buffer, CountError, Event, Fence, Hazard, Machine,
 from schedules.rings import Counts, NumpyRing, NumpyWorkRing
 from schedules.scores import SCORES, Score, score_of
 from schedules.simulate import COSTS, NumpyAttend, Result
-from schedules.splits import Place, Plan, Rows, Split, Splitter, sides
+from schedules.splits import Place, Rows, Split, Splitter, sides
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
 
 SMALL = BlockConfig(16, tile_n=16, stages=2, q_stages=2, consumers=1, producer_registers=248, consumer_registers=248)
@@ -230,10 +229,6 @@ class NumpyFetch(Fetch):
             found.append(int(cta.batch.table[split.batch, key // cta.batch.page]) if seen else None)
         return (split, position), found
 
-    def ask(self, plan: Plan) -> int:
-        self.cta.machine.op("ask")
-        return next(self.cta.shorts)
-
 
 class NumpyDecode(Decode, NumpyAttend):
     """The consumer warpgroup."""
@@ -341,13 +336,10 @@ class DecodeCta:
         score: Score,
         config: BlockConfig,
         machine: Machine,
-        shorts: Iterator[int],
     ) -> None:
-        """`shorts` are the numbers of short segments that this CTA gets when it asks."""
         from schedules.rings import Turnstile
 
         self.batch, self.tensors, self.splitter, self.parts = batch, batch, splitter, parts
-        self.shorts = shorts
         self.domain, self.score, self.config, self.machine = splitter.domain, score, config, machine
         self.rows = splitter.tile_m
         self.names = ["decode"]
@@ -440,25 +432,15 @@ def paged(
     splitter = NumpySplitter(
         batch, Ascending(TILE_M, config.tile_n), TILE_M, sides(causal, *window), splits, multiprocessors
     )
-    shares = share_out(splitter.plan().short, multiprocessors, seed)
     order = list(range(multiprocessors))
     random.Random(seed).shuffle(order)
     for index in order:
         splitter.cta = index
         machine = Machine(policy, seed, index, COSTS)
         score = SCORES[score_of(softcap is not None, False)]
-        cta(batch, splitter, parts, score, config, machine, shares[index]).run()
+        cta(batch, splitter, parts, score, config, machine).run()
         trace += machine.trace
     parts.settle()
     for at in np.argwhere(batch.written != 1)[:1]:
         raise CountError(f"exit: row {tuple(at)} was written {batch.written[tuple(at)]} times")
     return Result(o, batch.lse, trace) if cu_seqlens_q is None else Result(o[0], batch.lse[0], trace)
-
-
-def share_out(short: int, multiprocessors: int, seed: int) -> list[Iterator[int]]:
-    """The short segments that each CTA gets: any way to deal them out is a possible one."""
-    shares: list[list[int]] = [[] for _ in range(multiprocessors)]
-    dealer = random.Random(seed)
-    for index in range(short):
-        dealer.choice(shares).append(index)
-    return [itertools.chain(share, itertools.count(short + cta)) for cta, share in enumerate(shares)]

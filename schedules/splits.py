@@ -2,10 +2,8 @@
 
 Decoding reads every key and value once for a few queries, so what counts is that all multiprocessors read at the same
 time and end at the same time. The tiles of all Q tiles stand in one line of `units`, head by head, sequence by
-sequence. It is cut into segments: one for every CTA, all of the same length but for one unit, and behind these a few
-short ones, for whoever is the first to be done: multiprocessors do not read equally fast (on an H200 24 of 132 are 8%
-faster than the others). A `Split` is what a segment has of a Q tile. It may be all of it. Otherwise each split leaves a
-part, and the CTA that is the last to do so merges them.
+sequence, and every CTA gets a segment of it, all of the same length but for one unit. A `Split` is what a segment has
+of a Q tile. It may be all of it. Otherwise each split leaves a part, and the CTA that is the last to do so merges them.
 
 With a fixed number of splits a unit is a split, whose tiles depend on nothing but the Q tile: then a row of the output
 has the same bits whatever else is in the batch.
@@ -21,7 +19,6 @@ from typing import NamedTuple
 from schedules import program
 from schedules.domain import Ascending, Bounds, Visits
 
-PIECE = 24  # of a CTA's segment, a short one is one part in so many
 UNLIMITED = 1 << 29  # of a window's sides, and of lengths: three of them are added up in 32 bits
 
 
@@ -36,16 +33,12 @@ class Rows(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How the units are dealt out: to each of `ctas` a segment of `each`, to the first `more` one more, and from unit
-    `long` on `short` ones of `piece`."""
+    """How the units are dealt out: to each of `ctas` a segment of `each`, to the first `more` one more."""
 
     line: int  # units of a head
     ctas: int
     each: int
     more: int
-    long: int
-    piece: int
-    short: int
     begin: int  # of this CTA's segment
     end: int
 
@@ -117,35 +110,22 @@ class Splitter(ABC):
         total = line * self.heads
         ctas = max(1, min(self.ctas, total))
         each = total // ctas
-        long, piece, short = total, 1, 0
-        if self.splits == 0 and each >= 2 * PIECE:
-            piece, short = each // PIECE, shorts_of(ctas)
-            long = total - short * piece
-            each = long // ctas
-        more = long - each * ctas
-        begin = each * self.cta + min(self.cta, more)
-        end = begin + each + (1 if self.cta < more else 0)
-        return Plan(line, ctas, each, more, long, piece, short, begin, end if self.cta < ctas and total > 0 else begin)
+        more = total - each * ctas
+        begin = self.begin(self.cta, each, more)
+        end = self.begin(self.cta + 1, each, more)
+        return Plan(line, ctas, each, more, begin, end if self.cta < ctas and total > 0 else begin)
 
     @program.jit
-    def take(self, plan: Plan, number: int) -> Plan:
-        """The same with short segment `number` for the present one; behind the last one there is none."""
-        begin = plan.long + number * plan.piece
-        return plan._replace(begin=begin, end=begin + plan.piece if number < plan.short else begin)
+    def begin(self, cta: int, each: int, more: int) -> int:
+        """The first unit of a CTA's segment."""
+        return cta * each + min(cta, more)
 
     @program.jit
-    def begin(self, plan: Plan, segment: int) -> int:
-        """The first unit of a segment: those of the CTAs come first."""
-        short = plan.long + (segment - plan.ctas) * plan.piece
-        return short if segment > plan.ctas else segment * plan.each + min(segment, plan.more)
-
-    @program.jit
-    def segment(self, plan: Plan, unit: int) -> int:
-        """The number of the segment that has it."""
+    def owner(self, plan: Plan, unit: int) -> int:
+        """The CTA that has it."""
         longer = plan.more * (plan.each + 1)
         shorter = plan.more + max(0, unit - longer) // max(1, plan.each)
-        number = unit // (plan.each + 1) if unit < longer else shorter
-        return plan.ctas + (unit - plan.long) // plan.piece if unit >= plan.long else number
+        return unit // (plan.each + 1) if unit < longer else shorter
 
     @program.jit
     def bounds(self, rows: Rows | Split) -> Bounds:
@@ -241,17 +221,16 @@ class Splitter(ABC):
 
     @program.jit
     def place(self, plan: Plan, split: Split) -> Place:
-        """Of two parts of a segment, its first split's comes first."""
+        """A CTA's first part comes before that of its last split."""
         row = split.base + split.q_tile * split.width  # the first unit of the Q tile
         parts, own, first, counter = split.width, split.unit, row, row // split.width
         if self.splits == 0:
             parts, own, first, counter = 1, 0, 0, 0
             if split.until - split.unit < split.width:
-                counter = self.segment(plan, row)
-                parts = self.segment(plan, row + split.width - 1) - counter + 1
-                mine = self.segment(plan, split.unit)
-                own = 2 * mine + (0 if self.begin(plan, mine) == split.unit else 1)
-                first = 2 * counter + (0 if self.begin(plan, counter) == row else 1)
+                counter = self.owner(plan, row)
+                parts = self.owner(plan, row + split.width - 1) - counter + 1
+                own = 2 * self.cta + (0 if split.unit == plan.begin else 1)
+                first = 2 * counter + (0 if self.begin(counter, plan.each, plan.more) == row else 1)
         return Place(parts, own, first, counter)
 
     @program.jit
@@ -261,19 +240,13 @@ class Splitter(ABC):
         return place.first + index if self.splits > 0 else shared
 
 
-def shorts_of(ctas: int) -> int:
-    """Short segments: with `PIECE`, 1.6% of all units."""
-    return 3 * ctas // 8
-
-
 def parts_needed(ctas: int, q_rows: int, splits: int) -> int:
     """Parts at most, of so many Q tiles."""
-    return q_rows * splits if splits else 2 * (ctas + shorts_of(ctas))
+    return q_rows * splits if splits else 2 * ctas
 
 
 def counters_needed(ctas: int, q_rows: int, splits: int) -> int:
-    """Those of parts, and behind them that of short segments."""
-    return 1 + (q_rows if splits else ctas + shorts_of(ctas))
+    return q_rows if splits else ctas
 
 
 def sides(causal: bool, left: int | None, right: int | None) -> tuple[int, int]:

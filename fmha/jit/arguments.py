@@ -40,7 +40,7 @@ SIZES = (
 PAGED_SIZES = (
     *("sequences", "tokens", "most keys", "kv_heads", "group", "head_dim", "head_dim_v"),
     *(f"{name} {mode}" for name in SHAPES for mode in ("outer", "row", "head", "chunk")),
-    *("table row", "page shift", "left", "right", "splits", "least rows", "ctas", "part rows", "parts", "counters"),
+    *("table row", "page shift", "left", "right", "splits", "least rows", "ctas", "part rows", "parts"),
 )
 
 # Of new tokens for pages. "token" and "token head" are steps of tokens. A CTA has `width` chunks, of 16 bytes, each of

@@ -9,7 +9,7 @@
     table, seq_lens       the addresses of int32 [B, most pages] and [B]
     cu_seqlens_q          the address of int32 [B + 1] where sequences are packed; 0 otherwise
     parts                 the address of float32: of each part the sums and references of its rows, and then of each O
-    counters              the address of int32, 0 before the kernel and behind it; the last counts short segments
+    counters              the address of int32, 0 before the kernel and behind it
 
 The CTAs, one a multiprocessor, share the KV tiles of the whole batch out among them (`schedules.splits`).
 """
@@ -25,27 +25,25 @@ from fmha.jit.arguments import PAGED_SIZES
 from fmha.kernels.sm90 import softmax, wgmma
 from fmha.kernels.sm90.barriers import PingPong
 from fmha.kernels.sm90.forward import LN2, LOG2_E, Logits, WgmmaAttend, mma_shapes
-from fmha.kernels.sm90.listing import atomic_increment, write
+from fmha.kernels.sm90.listing import write
 from fmha.kernels.sm90.paged import VALUE_SWIZZLE, ColumnRing, Pages, Place, RowRing, SplitRing, WarpSplitter, Window
 from schedules.decode import Decode, Fetch
 from schedules.domain import Ascending, Visits
 from schedules.forward import FLOOR
 from schedules.scores import SCORES
 from schedules.splits import Place as Kept
-from schedules.splits import Plan, Split
+from schedules.splits import Split
 from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
 
 WARPS = WARPGROUP // 32
 MERGED_AT_ONCE = 24  # parts whose loads are in flight together: of 8 KV heads a multiprocessor each has 17
-FETCHING, DECODING = 2, 3  # the named barriers of the warpgroups
+DECODING = 2  # the named barrier of the consumers
 
 
 class PagedFetch(Fetch):
     """The producer warpgroup."""
 
-    def __init__(self, rings, splitter: WarpSplitter, pages: Pages, counter: Int64, told: cute.Tensor) -> None:
-        self.counter = counter  # of short segments
-        self.told = told  # in shared memory
+    def __init__(self, rings, splitter: WarpSplitter, pages: Pages) -> None:
         self.q, self.k, self.v = rings
         self.splitter = splitter
         self.pages = pages
@@ -55,26 +53,6 @@ class PagedFetch(Fetch):
 
     def turn(self, split: Split, position: Int32, pages: Window) -> Window:
         return self.pages.turn(split, position, pages)
-
-    @cute.jit
-    def ask(self, plan: Plan) -> Int32:
-        if cute.arch.thread_idx()[0] == 0:
-            self.count(plan)
-        cute.arch.barrier(barrier_id=FETCHING, number_of_threads=WARPGROUP)
-        found = self.told[0]
-        cute.arch.barrier(barrier_id=FETCHING, number_of_threads=WARPGROUP)
-        return found
-
-    @cute.jit
-    def count(self, plan: Plan):
-        """Every CTA asks until none is left: the last one that is told so sets the counter back."""
-        number = atomic_increment(self.counter)
-        if number == plan.short + plan.ctas - 1:
-            write(self.counter, Int32(0), Int32(0))
-        self.tell(number)
-
-    def tell(self, number: Int32) -> None:
-        self.told[0] = number
 
 
 class WgmmaDecode(Decode, WgmmaAttend):
@@ -368,7 +346,6 @@ class DecodeKernel:
             (scale_log2, cap_factor, sinks),
             lse,
             (parts, counters, *of("part rows", "parts")),
-            counters + 4 * (found["counters"] - 1),
         ).launch(
             grid=(ctas, 1, 1),
             block=(2 * WARPGROUP, 1, 1),
@@ -378,14 +355,14 @@ class DecodeKernel:
         )
 
     @cute.kernel
-    def kernel(self, places, mmas, numbers, table, lengths, logits, lse: Int64, parts, counter: Int64):
+    def kernel(self, places, mmas, numbers, table, lengths, logits, lse: Int64, parts):
         self.qk, self.pv = mmas
         config = self.config
         q, k, v, o = (Place(*place) for place in places)
         allocator = SmemAllocator()
         barriers = allocator.allocate_array(cutlass.Int64, config.barriers)
         posted = allocator.allocate_tensor(Int32, cute.make_layout((len(Split._fields), config.q_stages)), 16)
-        arrived, told = (allocator.allocate_tensor(Int32, cute.make_layout(1), 16) for _ in range(2))
+        arrived = allocator.allocate_tensor(Int32, cute.make_layout(1), 16)
         sq, sk, sv = self._shared_memory(allocator)
 
         splitter = WarpSplitter(self.domain, ROWS_PER_WARPGROUP, numbers, *lengths)
@@ -409,7 +386,7 @@ class DecodeKernel:
             Outputs(o, lse, heads, splitter.tokens, self.domain),
             Parts(*parts, config.value_dim, arrived),
         )
-        Cta(rings, PagedFetch(rings, splitter, pages, counter, told), decode).run()
+        Cta(rings, PagedFetch(rings, splitter, pages), decode).run()
 
     def _operands(self, sk: cute.Pointer, sv: cute.Pointer) -> tuple[wgmma.Operand, wgmma.Operand]:
         config = self.config
