@@ -17,7 +17,7 @@ import numpy as np
 from schedules.decode import Decode, Fetch, PagedRing
 from schedules.domain import Ascending, Bounds, Visits
 from schedules.forward import Slot
-from schedules.machine import Buffer, CountError, Event, Fence, Hazard, Machine, TileError
+from schedules.machine import Buffer, CountError, Event, Fence, Hazard, Machine, RangeError, TileError
 from schedules.rings import Counts, NumpyRing, NumpyWorkRing, RingSlot, Turnstile
 from schedules.scores import SCORES, Score, score_of
 from schedules.simulate import COSTS, NumpyAttend, Result
@@ -273,15 +273,27 @@ class NumpyDecode(Decode, NumpyAttend):
     def write(self, split: Split) -> None:
         self.machine.op("write")
         self.machine.touch(reads=[self.o])
-        self._check_tiles(split)
+        self._check(split)
         self._output(split, self.o.data, self.row_sum, self.reference)
 
-    def _check_tiles(self, split: Split) -> None:
+    def _check(self, split: Split) -> None:
+        """The tiles that it should, in order, and no row has weights so small that they might vanish in 32 bits."""
+        fail = self.machine.fail
         first = self.cta.visits(split).first
         wanted = list(range(first + split.begin, first + split.end))
         for mma in ("QK", "PV"):
             if (tiles := self.seen[mma, split]) != wanted:
-                self.machine.fail(TileError, f"{mma} visited the tiles {tiles}, not {wanted}")
+                fail(TileError, f"{mma} visited the tiles {tiles}, not {wanted}")
+        if split.q_tile * self.cta.rows >= split.rows * self.splitter.group:
+            fail(TileError, f"Q tile {split.q_tile} has no row")
+        lo, hi = self.limits(split)
+        seeing = (hi > np.maximum(lo, 0)) & (self.queries(split)[:, None] < split.seqlen_q)
+        n = self.config.tile_n
+        for tile in wanted if seeing.any() and len(wanted) > 1 else ():
+            if not ((lo < tile * n + n) & (hi > tile * n) & seeing).any():
+                fail(TileError, f"tile {tile} is visited, of which no query sees a key")
+        if ((self.row_sum > 0) & (self.row_sum < 1 - 1e-9)).any():  # the largest weighs 1 or more
+            fail(RangeError, f"the weights of a row add up to {self.row_sum[self.row_sum > 0].min()}, less than 1")
 
     def _output(self, split: Split, o: np.ndarray, row_sum: np.ndarray, reference: np.ndarray) -> None:
         batch = self.cta.batch
@@ -300,12 +312,12 @@ class NumpyDecode(Decode, NumpyAttend):
             blind = hi[row, 0] <= max(lo[row, 0], 0) or token >= split.seqlen_q
             batch.o[at] = 0 if blind else (o[row] * shrink[row] / weights[row])[: batch.o.shape[3]]
             sunk = -math.inf if token >= split.seqlen_q else self.sinks[row, 0]
-            batch.lse[at] = sunk if blind else (largest[row, 0] + math.log2(weights[row, 0])) * math.log(2)
+            batch.lse[at] = sunk if blind else (largest[row, 0] + np.log2(weights[row, 0])) * math.log(2)
 
     def write_part(self, split: Split, place: Place) -> None:
         self.machine.op("write_part")
         self.machine.touch(reads=[self.o])
-        self._check_tiles(split)
+        self._check(split)
         parts = self.cta.parts
         if not 0 <= place.own < parts.room:
             self.machine.fail(TileError, f"part {place.own}, of {parts.room}")
