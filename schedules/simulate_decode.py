@@ -244,7 +244,7 @@ class NumpyFetch(Fetch):
         return (split, position), found
 
 
-class NumpyDecode(Decode, NumpyAttend):
+class NumpyDecode(Decode, NumpyAttend):  # type: ignore[misc]  # `Decode` has its own `visits`
     """The consumer warpgroup."""
 
     cta: DecodeCta  # type: ignore[assignment]
@@ -257,9 +257,6 @@ class NumpyDecode(Decode, NumpyAttend):
         self.splitter = cta.splitter
         self.sinks = np.zeros((cta.rows, 1))
         self.unpublished: list[Part] = []
-
-    def visits(self, split: Split) -> Visits:  # type: ignore[override]
-        return Decode.visits(self, split)
 
     def queries(self, work: Split) -> np.ndarray:
         return np.array([token for token, _ in self.cta.queries(work)])
