@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from schedules import simulate_decode
+from schedules.machine import CountError, Hazard, TileError
+from schedules.splits import Place, Split
 from tests.cpu.paged import NO_PAGE, Ask, PagedProblem, drawn, run, whole
 from tests.cpu.simulation import ADVERSARIES
 
@@ -128,3 +131,53 @@ def test_ctas_share_the_tiles(splits):
     assert sorted(tiles, reverse=True) == {0: [3] * 4, 1: [12, 0, 0, 0], 2: [6, 6, 0, 0], 5: [4, 3, 3, 2]}[splits]
     merged = sum(event.what == "merge" for event in trace)
     assert merged == (splits != 1)
+
+
+# -- what is objected to -----------------------------------------------------------------------------------------------
+
+
+def decoding(**methods: Any) -> type[simulate_decode.DecodeCta]:
+    """A CTA whose consumer does some things differently."""
+    role = type("Broken", (simulate_decode.NumpyDecode,), methods)
+    return type("BrokenCta", (simulate_decode.DecodeCta,), {"DECODE": role})
+
+
+SHARED = whole([100], multiprocessors=3)
+
+
+def test_a_part_that_is_not_published_is_not_there():
+    with pytest.raises(Hazard, match="decode: arrive.*part . is not there yet"):
+        run(SHARED, cta=decoding(publish=lambda self: None))
+
+
+def test_a_counter_must_be_0_again():
+    class Forgets(simulate_decode.NumpyDecode):
+        def merge(self, split: Split, place: Place) -> None:
+            super().merge(split, place)
+            self.cta.parts.counters[place.counter] = place.parts
+
+    with pytest.raises(CountError, match="exit: counter 0 is 3, and not 0 for the next launch"):
+        run(SHARED, cta=type("BrokenCta", (simulate_decode.DecodeCta,), {"DECODE": Forgets}))
+
+
+def test_a_part_must_be_merged_and_a_row_written():
+    with pytest.raises(CountError, match="exit: (counter 0 is|part . was not merged)"):
+        run(SHARED, cta=decoding(merge=lambda self, split, place: None))
+    with pytest.raises(CountError, match="exit: row .* was written 0 times"):
+        run(whole([10]), cta=decoding(write=lambda self, split: None))
+
+
+def test_rows_are_not_written_twice():
+    def write(self: simulate_decode.NumpyDecode, split: Split) -> None:
+        simulate_decode.NumpyDecode.write(self, split)
+        simulate_decode.NumpyDecode.write(self, split)
+
+    with pytest.raises(CountError, match="row .* was written before"):
+        run(whole([10]), cta=decoding(write=write))
+
+
+def test_a_page_that_is_not_there_is_not_looked_up():
+    problem = whole([40], page=4)
+    problem.arguments["page_table"][0, 5] = NO_PAGE
+    with pytest.raises(TileError, match=f"key 20 of sequence 0 is in page {NO_PAGE}"):
+        run(problem)
