@@ -78,7 +78,7 @@ class Ring(ABC):
     def acquire(self, slot: Slot) -> None: ...
 
     @abstractmethod
-    def load(self, slot: Slot, work: Work, tile: int) -> None: ...
+    def load(self, slot: Slot, work: Any, tile: int) -> None: ...
 
     @abstractmethod
     def commit(self, slot: Slot) -> None: ...
@@ -108,14 +108,15 @@ class LendingRing(Ring):
 
 
 class WorkRing(Ring):
-    """The ring of one warpgroup's Q tiles, which also carries the work tile that each is for."""
+    """The ring of one warpgroup's Q tiles, which also carries the work tile that each is for: `Work`, or what a program
+    has in its place."""
 
     @abstractmethod
-    def post(self, slot: Slot, work: Work) -> None:
+    def post(self, slot: Slot, work: Any) -> None:
         """Writes the work tile beside Q, before `commit`."""
 
     @abstractmethod
-    def work(self, slot: Slot) -> Work:
+    def work(self, slot: Slot) -> Any:
         """The work tile that was posted, after `wait`."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from schedules.forward import LendingRing, Ring, Slot, Turn, WorkRing
-from schedules.machine import Buffer, CountError, Hazard, Machine, Mbarrier, NamedBarrier, OrderError, TileError
+from schedules.machine import Buffer, CountError, Flight, Hazard, Machine, Mbarrier, NamedBarrier, OrderError, TileError
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP
 from schedules.work import Work
 
@@ -44,9 +44,11 @@ class RingSlot:
     issued: int = 0
     owed: set[str] = field(default_factory=set)  # consumers that have not released this use
     readers: set[str] = field(default_factory=set)  # those of them that have waited for it
-    draft: Work | None = None  # posted, but not yet by a commit
-    posted: Work | None = None
+    draft: Any = None  # posted, but not yet by a commit
+    posted: Any = None
     lent: bool = False  # to a consumer, for its O
+    flight: Flight | None = None  # a copy that no commit has followed
+    written: set[str] = field(default_factory=set)  # of what is not written by one operation, what has been
 
     @property
     def tile(self) -> int | None:
@@ -106,7 +108,7 @@ class NumpyRing(Ring):
         here = self.at(slot)
         self.machine.op(f"acquire {here.name}", until=here.empty.completed(slot.parity ^ 1))
 
-    def load(self, slot: Slot, work: Work, tile: int) -> None:
+    def load(self, slot: Slot, work: Any, tile: int) -> None:
         """PTX cp.async.bulk.tensor: what the slot held is gone from now on, the tile is there when the bytes are."""
         here = self.at(slot)
         self.machine.op(f"issue load {here.name}", tile)
@@ -238,14 +240,14 @@ class NumpyWorkRing(NumpyRing, WorkRing):
 
     kept = True  # nothing is loaded over the last O that leaves through a slot
 
-    def post(self, slot: Slot, work: Work) -> None:
+    def post(self, slot: Slot, work: Any) -> None:
         here = self.at(slot)
         self.machine.op(f"post {here.name}", work.q_tile)
         if not here.issued:  # else it has been acquired and is on its way to the next commit
             self.check_released(here)
         here.draft = work
 
-    def work(self, slot: Slot) -> Work:
+    def work(self, slot: Slot) -> Any:
         here = self.at(slot)
         self.machine.op(f"work {here.name}", here.tile)
         self.read(slot)

@@ -110,11 +110,11 @@ class NumpyAttend(Attend):
         self.stores: list[Flight] = []
         self.seen: defaultdict[tuple[str, object], list[int | None]] = defaultdict(list)
 
-    def queries(self, work: Work) -> np.ndarray:
+    def queries(self, work: Any) -> np.ndarray:
         """The rows of this warpgroup, past the last query too."""
         return work.q_tile * self.config.tile_m + self.index * self.cta.rows + np.arange(self.cta.rows)
 
-    def limits(self, work: Work) -> tuple[np.ndarray, np.ndarray]:
+    def limits(self, work: Any) -> tuple[np.ndarray, np.ndarray]:
         """The first key that each query sees and one past the last, as columns."""
         bounds = self.cta.bounds(work)
         ends = [f(int(row), bounds) for row in self.queries(work) for f in (self.domain.lo, self.domain.hi)]

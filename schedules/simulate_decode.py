@@ -1,6 +1,7 @@
 """Runs the role programs of `schedules.decode` on a CPU, as `schedules.simulate` runs those of the forward kernels.
 
-CTAs are simulated one after another, in any order: what they share are the parts of split Q tiles, and counters.
+CTAs are simulated one after another, in any order: what they share are the parts of split Q tiles, and counters. So
+any of them may be the last to leave its part, and what a split tells others must be there when it tells them.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from schedules.decode import Decode, Fetch, PagedRing
 from schedules.domain import Ascending, Bounds, Visits
 from schedules.forward import Slot
-from schedules.machine import Buffer, CountError, Event, Fence, Hazard, Machine, TileError
-from schedules.rings import Counts, NumpyRing, NumpyWorkRing
+from schedules.machine import Buffer, CountError, Event, Fence, Hazard, Machine, RangeError, TileError
+from schedules.rings import Counts, NumpyRing, NumpyWorkRing, RingSlot, Turnstile
 from schedules.scores import SCORES, Score, score_of
 from schedules.simulate import COSTS, NumpyAttend, Result
-from schedules.splits import Place, Rows, Split, Splitter, sides
-from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
+from schedules.splits import Place, Rows, Split, Splitter, counters_needed, parts_needed, sides
+from schedules.tiling import WARPGROUP, BlockConfig
+
+AnyRing = TypeVar("AnyRing", bound="NumpyPagedRing")
 
 SMALL = BlockConfig(16, tile_n=16, stages=2, q_stages=2, consumers=1, producer_registers=248, consumer_registers=248)
 TILE_M = 16  # rows of a small Q tile
@@ -84,13 +87,16 @@ class Part:
 class Parts:
     """Of all CTAs, in global memory, and the counters of those that have arrived."""
 
+    room: int  # parts
+    counters: list[int]
     left: dict[int, Part] = field(default_factory=dict)
-    counters: dict[int, int] = field(default_factory=dict)
 
     def settle(self) -> None:
-        for counter, arrived in self.counters.items():
+        for counter, arrived in enumerate(self.counters):
             if arrived:
                 raise CountError(f"exit: counter {counter} is {arrived}, and not 0 for the next launch")
+        for part in self.left:
+            raise CountError(f"exit: part {part} was not merged")
 
 
 class NumpySplitter(Splitter):
@@ -104,7 +110,14 @@ class NumpySplitter(Splitter):
         self.cta = 0
 
     def rows(self, batch: int) -> Rows:
+        if not 0 <= batch < self.batch.sequences:
+            raise TileError(f"sequence {batch}, of {self.batch.sequences}")
         return self.batch.rows(batch)
+
+    @property
+    def q_rows(self) -> int:
+        """Q tiles of all sequences and heads."""
+        return self.heads * sum(self.q_tiles(self.rows(batch)) for batch in range(self.batch.sequences))
 
     def line(self) -> int:
         return sum(self.units(batch) for batch in range(self.batch.sequences))
@@ -116,7 +129,7 @@ class NumpySplitter(Splitter):
             if unit < base + units:
                 return batch, base
             base += units
-        raise IndexError(unit)
+        raise TileError(f"unit {unit}, of {base} for a head")
 
 
 class NumpyPagedRing(NumpyRing, PagedRing):
@@ -131,12 +144,12 @@ class NumpyPagedRing(NumpyRing, PagedRing):
     def gather(self, slot: Slot, split: Split, position: int, pages: Any) -> None:
         here = self.at(slot)
         self.machine.op(f"issue load {here.name}", position)
+        if pages[0] != (split, position):
+            self.machine.fail(TileError, f"the pages looked up are those of {pages[0]}")
         self.check_released(here)
         here.owed, here.readers = set(self.consumers), set()
         tile = split.tile + position
         here.buffer.tile, here.buffer.work = tile, split
-        if pages is None or pages[0] != (split, position):
-            self.machine.fail(TileError, f"the pages looked up are those of {pages and pages[0]}")
         rows = np.zeros_like(here.buffer.data)
         batch, n = self.cta.batch, self.cta.config.tile_n
         for row, (page, key) in enumerate(zip(pages[1], range(tile * n, tile * n + n), strict=True)):
@@ -145,7 +158,7 @@ class NumpyPagedRing(NumpyRing, PagedRing):
                 rows[row, : len(found)] = found
         self._copy(here, rows)
 
-    def _copy(self, here: Any, rows: np.ndarray) -> None:
+    def _copy(self, here: RingSlot, rows: np.ndarray) -> None:
         buffer = here.buffer
 
         def effect() -> None:
@@ -157,50 +170,53 @@ class NumpyPagedRing(NumpyRing, PagedRing):
         buffer.data[:] = math.nan
 
     def commit(self, slot: Slot) -> None:
-        """Each thread arrives when its copies have landed."""
+        """PTX cp.async.mbarrier.arrive.noinc: each thread arrives when the copies that it has issued have landed."""
         here = self.at(slot)
         self.machine.op(f"commit {here.name}")
-        here.posted, here.draft = here.draft or here.posted, None
-        flight, full, arrivals = getattr(here, "flight", None), here.full, self.counts.full_arrivals
-        here.flight = None
+        flight, here.flight = here.flight, None
         if flight is None or flight.landed:
-            full.arrive(arrivals)
+            here.full.arrive(WARPGROUP)
             return
         landed = flight.effect
 
         def effect() -> None:
             landed()
-            full.arrive(arrivals)
+            here.full.arrive(WARPGROUP)
 
         flight.effect = effect
 
 
 class NumpyPagedWorkRing(NumpyPagedRing, NumpyWorkRing):
-    """The ring of Q."""
+    """The ring of Q. One thread posts, and arrives for itself: a slot is full when Q is there and the split, too."""
 
     kept = False
+
+    def post(self, slot: Slot, work: Split) -> None:
+        here = self.at(slot)
+        self.machine.op(f"post {here.name}", work.q_tile)
+        self._write(here, "the split", work)
+        here.posted = work
+        here.full.arrive()
 
     def load(self, slot: Slot, work: Split, tile: int) -> None:
         here = self.at(slot)
         self.machine.op(f"issue load {here.name}", tile)
-        self.check_released(here)
-        here.owed, here.readers = set(self.consumers), set()
-        here.buffer.tile, here.buffer.work = tile, work
+        self._write(here, "Q", work)
+        here.buffer.tile = tile
         rows, batch = np.zeros_like(here.buffer.data), self.cta.batch
-        for row, (token, head) in enumerate(self.cta.queries(work)):
+        for row, (token, head) in enumerate(self.cta.queries(work._replace(q_tile=tile))):
             if token < work.seqlen_q:
                 found = batch.q[work.entry, work.start_q + token, head]
                 rows[row, : len(found)] = found
         self._copy(here, rows)
-        here.issued = 1
 
-    def commit(self, slot: Slot) -> None:
-        here = self.at(slot)
-        if not here.issued:  # only a split that is not valid
-            here.owed, here.readers = set(self.consumers), set()
-            here.buffer.work = here.draft
-        super().commit(slot)
-        here.issued = 0
+    def _write(self, here: RingSlot, what: str, work: Split) -> None:
+        """Whichever comes first begins a use of the slot, and what comes a second time another one."""
+        if what in here.written or not here.written:
+            self.check_released(here)
+            here.owed, here.readers, here.written = set(self.consumers), set(), set()
+        here.written.add(what)
+        here.buffer.work = work
 
 
 class NumpyFetch(Fetch):
@@ -208,7 +224,7 @@ class NumpyFetch(Fetch):
 
     def __init__(self, cta: DecodeCta) -> None:
         self.cta = cta
-        self.q, self.k, self.v = cta.q, cta.k, cta.v
+        self.q, self.k, self.v = cta.q[0], cta.k, cta.v
         self.splitter = cta.splitter
 
     def open(self, split: Split) -> Any:
@@ -221,31 +237,35 @@ class NumpyFetch(Fetch):
 
     def pages(self, split: Split, position: int) -> Any:
         """Of each key of the tile, None where nobody sees it."""
-        cta, n = self.cta, self.cta.config.tile_n
+        batch, n = self.cta.batch, self.cta.config.tile_n
         tile = split.tile + position
         found: list[int | None] = []
         for key in range(tile * n, tile * n + n):
-            seen = split.first_key <= key < split.end_key and split.begin <= position < split.end
-            found.append(int(cta.batch.table[split.batch, key // cta.batch.page]) if seen else None)
+            page = None
+            if split.first_key <= key < split.end_key and split.begin <= position < split.end:
+                at = split.batch, key // batch.page
+                page = int(batch.table[at]) if at[0] < batch.table.shape[0] and at[1] < batch.table.shape[1] else -1
+                if not 0 <= page < len(batch.k_pages):
+                    self.cta.machine.fail(TileError, f"key {key} of sequence {split.batch} is in page {page}")
+            found.append(page)
         return (split, position), found
 
 
-class NumpyDecode(Decode, NumpyAttend):
+class NumpyDecode(Decode, NumpyAttend):  # type: ignore[misc]  # `Decode` has its own `visits`
     """The consumer warpgroup."""
 
+    cta: DecodeCta  # type: ignore[assignment]
     q: NumpyPagedWorkRing
-    k: NumpyPagedRing  # type: ignore[assignment]
+    k: NumpyPagedRing
     v: NumpyPagedRing  # type: ignore[assignment]
 
     def __init__(self, cta: DecodeCta) -> None:
         NumpyAttend.__init__(self, cta, 0)  # type: ignore[arg-type]
         self.splitter = cta.splitter
         self.sinks = np.zeros((cta.rows, 1))
+        self.unpublished: list[Part] = []
 
-    def visits(self, split: Split) -> Visits:  # type: ignore[override]
-        return Decode.visits(self, split)
-
-    def queries(self, work: Split) -> np.ndarray:  # type: ignore[override]
+    def queries(self, work: Split) -> np.ndarray:
         return np.array([token for token, _ in self.cta.queries(work)])
 
     def take_up(self, work: Split) -> None:  # type: ignore[override]
@@ -257,15 +277,27 @@ class NumpyDecode(Decode, NumpyAttend):
     def write(self, split: Split) -> None:
         self.machine.op("write")
         self.machine.touch(reads=[self.o])
-        self._check_tiles(split)
+        self._check(split)
         self._output(split, self.o.data, self.row_sum, self.reference)
 
-    def _check_tiles(self, split: Split) -> None:
+    def _check(self, split: Split) -> None:
+        """The tiles that it should, in order, and no row has weights so small that they might vanish in 32 bits."""
+        fail = self.machine.fail
         first = self.cta.visits(split).first
         wanted = list(range(first + split.begin, first + split.end))
         for mma in ("QK", "PV"):
             if (tiles := self.seen[mma, split]) != wanted:
-                self.machine.fail(TileError, f"{mma} visited the tiles {tiles}, not {wanted}")
+                fail(TileError, f"{mma} visited the tiles {tiles}, not {wanted}")
+        if split.q_tile * self.cta.rows >= split.rows * self.splitter.group:
+            fail(TileError, f"Q tile {split.q_tile} has no row")
+        lo, hi = self.limits(split)
+        seeing = (hi > np.maximum(lo, 0)) & (self.queries(split)[:, None] < split.seqlen_q)
+        n = self.config.tile_n
+        for tile in wanted if seeing.any() and len(wanted) > 1 else ():
+            if not ((lo < tile * n + n) & (hi > tile * n) & seeing).any():
+                fail(TileError, f"tile {tile} is visited, of which no query sees a key")
+        if ((self.row_sum > 0) & (self.row_sum < 1 - 1e-9)).any():  # the largest weighs 1 or more
+            fail(RangeError, f"the weights of a row add up to {self.row_sum[self.row_sum > 0].min()}, less than 1")
 
     def _output(self, split: Split, o: np.ndarray, row_sum: np.ndarray, reference: np.ndarray) -> None:
         batch = self.cta.batch
@@ -279,38 +311,54 @@ class NumpyDecode(Decode, NumpyAttend):
                 continue
             at = split.entry, split.start_q + token, head
             batch.written[at] += 1
+            if batch.written[at] > 1:
+                self.machine.fail(CountError, f"row {at} was written before")
             blind = hi[row, 0] <= max(lo[row, 0], 0) or token >= split.seqlen_q
             batch.o[at] = 0 if blind else (o[row] * shrink[row] / weights[row])[: batch.o.shape[3]]
             sunk = -math.inf if token >= split.seqlen_q else self.sinks[row, 0]
-            batch.lse[at] = sunk if blind else (largest[row, 0] + math.log2(weights[row, 0])) * math.log(2)
+            batch.lse[at] = sunk if blind else (largest[row, 0] + np.log2(weights[row, 0])) * math.log(2)
 
     def write_part(self, split: Split, place: Place) -> None:
         self.machine.op("write_part")
         self.machine.touch(reads=[self.o])
-        self._check_tiles(split)
+        self._check(split)
         parts = self.cta.parts
+        if not 0 <= place.own < parts.room:
+            self.machine.fail(TileError, f"part {place.own}, of {parts.room}")
         if place.own in parts.left:
             self.machine.fail(Hazard, f"part {place.own} is still there")
-        parts.left[place.own] = Part(self.o.data.copy(), self.row_sum.copy(), self.reference.copy())
+        part = parts.left[place.own] = Part(self.o.data.copy(), self.row_sum.copy(), self.reference.copy())
+        self.unpublished.append(part)
 
     def publish(self) -> None:
         self.machine.op("publish")
-        for part in self.cta.parts.left.values():
+        for part in self.unpublished:
             part.published = True
+        self.unpublished.clear()
 
     def arrive(self, place: Place) -> bool:
+        """What is said to be there must be: another CTA may read it at once."""
         self.machine.op("arrive")
         counters = self.cta.parts.counters
-        counters[place.counter] = counters.get(place.counter, 0) + 1
+        if not 0 <= place.counter < len(counters):
+            self.machine.fail(TileError, f"counter {place.counter}, of {len(counters)}")
+        self._find(place.own)
+        counters[place.counter] += 1
+        if counters[place.counter] > place.parts:
+            self.machine.fail(CountError, f"{counters[place.counter]} parts have arrived at counter {place.counter}")
         return counters[place.counter] == place.parts
+
+    def _find(self, part: int) -> None:
+        left = self.cta.parts.left
+        if part not in left or not left[part].published:
+            self.machine.fail(Hazard, f"part {part} is not there yet")
 
     def merge(self, split: Split, place: Place) -> None:
         self.machine.op("merge")
         parts = self.cta.parts
         at = [self.splitter.part(place, index) for index in range(place.parts)]
         for part in at:
-            if part not in parts.left or not parts.left[part].published:
-                self.machine.fail(Hazard, f"part {part} is not there yet")
+            self._find(part)
         found = [parts.left.pop(part) for part in at]
         reference = np.maximum.reduce([part.reference for part in found])
         shrink = [np.exp2(part.reference - reference) for part in found]
@@ -320,6 +368,10 @@ class NumpyDecode(Decode, NumpyAttend):
         parts.counters[place.counter] = 0
 
 
+def _no_source(work: Any, tile: int) -> np.ndarray:
+    raise NotImplementedError("tiles are gathered")
+
+
 class DecodeCta:
     """The roles of one CTA, their shared memory and their barriers. Tests break one of them at a time."""
 
@@ -327,6 +379,7 @@ class DecodeCta:
     WORK_RING: type[NumpyPagedWorkRing] = NumpyPagedWorkRing
     FETCH: type[NumpyFetch] = NumpyFetch
     DECODE: type[NumpyDecode] = NumpyDecode
+    SPLITTER: type[NumpySplitter] = NumpySplitter
 
     def __init__(
         self,
@@ -337,8 +390,6 @@ class DecodeCta:
         config: BlockConfig,
         machine: Machine,
     ) -> None:
-        from schedules.rings import Turnstile
-
         self.batch, self.tensors, self.splitter, self.parts = batch, batch, splitter, parts
         self.domain, self.score, self.config, self.machine = splitter.domain, score, config, machine
         self.rows = splitter.tile_m
@@ -350,17 +401,21 @@ class DecodeCta:
         self.v = self._ring(self.RING, "V", config.stages, config.tile_n, value_dims)
         self.k.pages, self.v.pages = batch.k_pages, batch.v_pages
         self.decode = self.DECODE(self)
-        self.q = self.q[0]
         self.fetch = self.FETCH(self)
 
-    def _ring(self, kind: Any, name: str, stages: int, rows: int, dims: int) -> Any:
+    def _ring(self, kind: type[AnyRing], name: str, stages: int, rows: int, dims: int) -> AnyRing:
         buffers = [Buffer(f"{name}[{i}]", np.full((rows, dims), math.nan), Fence.PROXY) for i in range(stages)]
-        releasing = WARPGROUP if issubclass(kind, NumpyWorkRing) else WARPGROUP // 32
-        posting = issubclass(kind, NumpyWorkRing)  # one more arrival, for what is posted
-        counts = Counts(WARPGROUP + posting, rows * dims * ELEMENT_BYTES, releasing, releasing)
-        ring = kind(self.machine, name, buffers, None, 0, self.names, counts)
+        ring = kind(self.machine, name, buffers, _no_source, 0, self.names, self.counts(kind))
         ring.cta = self
         return ring
+
+    def counts(self, kind: type[NumpyPagedRing]) -> Counts:
+        """What the barriers of a ring count. Who releases a slot has read it by MMAs, and one lane of each warp
+        arrives. What is posted beside Q every lane has read for itself, and every lane arrives; it is one arrival more
+        that fills the slot."""
+        posted = issubclass(kind, NumpyWorkRing)
+        releasing = WARPGROUP if posted else WARPGROUP // 32
+        return Counts(WARPGROUP + posted, 0, releasing, releasing)
 
     def bounds(self, split: Split) -> Bounds:
         return self.splitter.bounds(split)
@@ -382,7 +437,7 @@ class DecodeCta:
         self.machine.spawn("fetch", self.fetch.run)
         self.machine.spawn("decode", decode)
         self.machine.run()
-        for ring in (self.q, self.k, self.v):
+        for ring in (*self.q, self.k, self.v):
             ring.settle()
 
 
@@ -428,10 +483,10 @@ def paged(
         np.full(o.shape[:3], math.nan),
         np.zeros(o.shape[:3], int),
     )
-    parts, trace = Parts(), list[Event]()
-    splitter = NumpySplitter(
-        batch, Ascending(TILE_M, config.tile_n), TILE_M, sides(causal, *window), splits, multiprocessors
-    )
+    domain = Ascending(TILE_M, config.tile_n)
+    splitter = cta.SPLITTER(batch, domain, TILE_M, sides(causal, *window), splits, multiprocessors)
+    needs = multiprocessors, splitter.q_rows, splits
+    parts, trace = Parts(parts_needed(*needs), [0] * counters_needed(*needs)), list[Event]()
     order = list(range(multiprocessors))
     random.Random(seed).shuffle(order)
     for index in order:

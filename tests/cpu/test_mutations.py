@@ -11,19 +11,15 @@ schedule.
 from __future__ import annotations
 
 import ast
-import copy
-import inspect
-import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import pytest
 
 from schedules import forward, simulate
 from schedules.machine import CountError, Deadlock, Hazard, OrderError, ScheduleError
+from tests.cpu.mutations import Alike, changes, written_methods
 from tests.cpu.simulation import (
     ADVERSARIES,
     Problem,
@@ -66,7 +62,6 @@ ALIKE = (  # one stands for the other, where both are bound
     ("Section.BODY", "Section.RIGHT", "Section.LEFT"),
 )
 RINGS = {forward.Load: ("self.q[0]", "q", "self.k", "self.v"), forward.Attend: ("self.q", "self.k", "self.v")}
-ONE_KIND = ("post", "work", "borrow", "give_back", "reclaim")  # what other rings cannot do
 INSTEAD = {
     "self.index": "0",
     "parity": "parity ^ 1",
@@ -245,124 +240,11 @@ def mutants() -> dict[str, Mutant]:
     times: Counter[str] = Counter()
     for subject in SUBJECTS:
         for method in written_methods(subject):
-            for change, mutated in changes(method, RINGS.get(subject, ())):
+            for change, mutated in changes(method, Alike((*ALIKE, RINGS.get(subject, ())), INSTEAD)):
                 name = f"{subject.__name__}.{method.name}: {change}"
                 times[name] += 1
                 found[name if times[name] == 1 else f"{name}  [{times[name]}]"] = Mutant(subject, mutated)
     return found
-
-
-def written_methods(subject: type) -> Iterator[ast.FunctionDef]:
-    """The methods that a schedule writes down, as against the operations it leaves open."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(subject))).body
-    for method in tree.body:
-        if isinstance(method, ast.FunctionDef) and method.name not in subject.__abstractmethods__:
-            yield method
-
-
-def changes(method: ast.FunctionDef, rings: Sequence[str]) -> Iterator[tuple[str, ast.FunctionDef]]:
-    for block, i, bound in statements(method.body, {argument.arg for argument in method.args.args}):
-        statement = block[i]
-        if isinstance(statement, ast.Expr):
-            yield f"without {text(statement)}", edited(method, block, i, ast.Pass())
-        if i + 1 < len(block) and swappable(statement, block[i + 1], bound):
-            after = block[i + 1]
-            yield f"{text(after)} before {text(statement)}", edited(method, block, i, after, statement)
-        for node, other in replacements(statement, bound, rings):
-            changed = text(replaced(statement, node, other))
-            yield f"{text(statement)} as {changed}", replaced(method, node, other)
-
-
-def statements(block: list[ast.stmt], bound: set[str]) -> Iterator[tuple[list[ast.stmt], int, set[str]]]:
-    """Every statement but docstrings: its block, its place in it, and the names that are bound there."""
-    bound = set(bound)
-    for i, statement in enumerate(block):
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            continue
-        yield block, i, set(bound)
-        if isinstance(statement, (ast.For, ast.While, ast.If)):
-            inside = bound | names(statement.target, ast.Store) if isinstance(statement, ast.For) else bound
-            for inner in (statement.body, statement.orelse):
-                yield from statements(inner, inside)
-        else:
-            bound |= names(statement, ast.Store)
-
-
-def names(tree: ast.AST, context: type[ast.expr_context]) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
-
-
-def text(statement: ast.stmt) -> str:
-    return ast.unparse(statement).splitlines()[0].replace("self.", "").removesuffix(":")
-
-
-def swappable(first: ast.stmt, second: ast.stmt, bound: set[str]) -> bool:
-    """Whether the swapped statements are a program at all, and not trivially the same one."""
-    if isinstance(second, ast.Return) or (names(first, ast.Store) - bound) & names(second, ast.Load):
-        return False
-    meet = names(first, ast.Store) & names(second, ast.Load) or names(first, ast.Load) & names(second, ast.Store)
-    return bool(meet) or not (is_arithmetic(first) or is_arithmetic(second))
-
-
-def is_arithmetic(statement: ast.stmt) -> bool:
-    calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    plain = all(isinstance(call, ast.Attribute) and call.attr in ("first", "next", "ahead") for call in calls)
-    return isinstance(statement, ast.Assign) and plain
-
-
-def replacements(statement: ast.stmt, bound: set[str], rings: Sequence[str]) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Expressions of a statement, not of those inside it, and what to put in their place."""
-    tree: ast.AST = statement
-    if isinstance(statement, (ast.If, ast.While)):
-        tree = test = statement.test
-        yield from ((test, other) for other in (ast.UnaryOp(ast.Not(), test), ast.Constant(False), ast.Constant(True)))
-    elif isinstance(statement, ast.For):
-        tree = statement.iter
-    whole = {id(node.value) for node in ast.walk(tree) if isinstance(node, (ast.keyword, ast.Subscript))}
-    whole |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in ONE_KIND}
-    whole |= {id(node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.expr) and id(node) not in whole:
-            yield from ((node, other) for other in substitutes(node, bound, rings))
-
-
-def substitutes(node: ast.expr, bound: set[str], rings: Sequence[str]) -> Iterator[ast.expr]:
-    match node:
-        case ast.Constant(value=int(n)):
-            yield from (ast.Constant(other) for other in (n + 1, n - 1) if other >= 0)
-        case ast.Call(func=ast.Attribute(attr="next" | "ahead"), args=[slot, *_]):
-            yield slot
-        case ast.IfExp(body=yes, orelse=no):
-            yield from (yes, no)
-        case ast.Compare(left=left, ops=[ast.Lt() | ast.GtE() as op], comparators=right):
-            yield ast.Compare(left, [ast.LtE() if isinstance(op, ast.Lt) else ast.Gt()], right)
-    if isinstance(getattr(node, "ctx", None), ast.Load):
-        name = ast.unparse(node)
-        others = [other for alike in (*ALIKE, rings) if name in alike for other in alike if other != name]
-        if name in INSTEAD and name not in rings:
-            others.append(INSTEAD[name])
-        yield from (ast.parse(o, mode="eval").body for o in others if not o.isidentifier() or o in bound)
-
-
-def edited(method: ast.FunctionDef, block: list[ast.stmt], i: int, *others: ast.stmt) -> ast.FunctionDef:
-    """A copy of `method` with `others` in `block` from place `i` on."""
-    memo: dict[int, list[ast.stmt]] = {}
-    mutated = copy.deepcopy(method, memo)
-    memo[id(block)][i : i + len(others)] = copy.deepcopy(others)
-    return mutated
-
-
-def replaced(root: ast.stmt, node: ast.expr, other: ast.expr) -> Any:
-    """A copy of `root` with `other` in the place of `node`."""
-    memo: dict[int, ast.expr] = {}
-    mutated = copy.deepcopy(root, memo)
-    target = memo[id(node)]
-
-    class Replace(ast.NodeTransformer):
-        def visit(self, here: ast.AST) -> ast.AST:
-            return other if here is target else super().visit(here)
-
-    return Replace().visit(mutated)
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------

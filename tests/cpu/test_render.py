@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 
 from schedules import render
 from schedules.machine import Event
+from tests.cpu import paged
 from tests.cpu.simulation import Problem, run
 
 
@@ -39,6 +41,20 @@ def test_the_timeline_has_a_lane_per_role_with_every_bar_in_its_place():
     for event in shown:
         bar = rows[event.lane][event.begin * 3 : event.end * 3]
         assert bar.startswith(f"{event.tile} {event.what}"[: len(bar) - 1]) and bar.endswith("│"), (event, bar)
+
+
+def test_decoding_copies_as_many_tiles_as_there_are_slots_without_a_pause():
+    """Five tiles and four stages: the last K and V wait for slots, and the copies before them run beside the first
+    tile's MMAs and exponentials."""
+    trace = paged.run(paged.whole([90, 40], stages=4, multiprocessors=2), policy="steady").trace
+    events = [event for event in trace if event.cta == 0]
+    copies = sorted((e.begin, e.end) for e in events if e.lane == "tma fetch")
+    assert len(copies) == 5 + 5 + 1
+    assert all(a[1] == b[0] for a, b in pairwise(copies[:9]))
+    first = next(e for e in events if e.lane == "decode" and e.what == "exponents")
+    assert first.end < copies[8][1]
+    rows = render.timeline(trace, width=10_000).splitlines()[1:]
+    assert [row[: len("mma decode")].strip() for row in rows] == ["decode", "tma fetch", "mma decode"]
 
 
 def test_the_timeline_is_folded_at_its_width():

@@ -17,16 +17,20 @@ import pytest
 import fmha.kernels
 from fmha.kernels.sm90 import barriers
 from fmha.kernels.sm90.forward import ForwardKernel
-from schedules import forward, rings, simulate
+from schedules import rings, simulate, simulate_decode
+from schedules.decode import Decode, Fetch, PagedRing
 from schedules.domain import Bounds, Dense
 from schedules.forward import Attend, Load, Ring, Role, Slot, Turn
 from schedules.machine import Machine
 from schedules.scores import SCORES
+from schedules.splits import Splitter
 from schedules.tiling import WARPGROUP, BlockConfig
 from tests.cpu.simulation import Problem
 
-SCHEDULES = (Load, Attend, Ring, Turn, Role)
-ROLES = (Load, Attend)
+SCHEDULES = (Load, Attend, Ring, Turn, Role, Fetch, Decode, PagedRing, Splitter)
+ROLES = (Load, Attend, Fetch, Decode)
+NO_PROGRAMS = {"load"}  # `PagedRing` has none
+WRITTEN_IN = {schedule.__module__ for schedule in SCHEDULES}
 
 
 def kernel_modules():
@@ -44,7 +48,7 @@ def lowered(module):
 
 
 KERNEL_CLASSES = [cls for module in kernel_modules() for cls in lowered(module)]
-MODEL_CLASSES = lowered(rings) + lowered(simulate)
+MODEL_CLASSES = lowered(rings) + lowered(simulate) + lowered(simulate_decode)
 
 
 def programs(schedule: type) -> set[str]:
@@ -54,11 +58,12 @@ def programs(schedule: type) -> set[str]:
 
 
 def overridden(cls: type) -> set[str]:
-    """The programs of the schedules that `cls`, or a class between, defines anew."""
-    schedules = [base for base in cls.__mro__ if base.__module__ == forward.__name__]
-    below = [base for base in cls.__mro__ if base.__module__ != forward.__name__]
+    """The programs of the schedules that are not what is called of `cls`, because it, or a class between, defines them
+    anew."""
+    schedules = [base for base in cls.__mro__ if base.__module__ in WRITTEN_IN]
     written = set().union(*map(programs, schedules))
-    return {name for name in written for base in below if name in vars(base)}
+    owners = {name: next(base for base in cls.__mro__ if name in vars(base)) for name in written}
+    return {name for name, owner in owners.items() if owner.__module__ not in WRITTEN_IN and name not in NO_PROGRAMS}
 
 
 def test_programs_are_told_from_operations():

@@ -28,7 +28,7 @@ from fmha.kernels.sm90.forward import LN2, LOG2_E, Logits, WgmmaAttend, mma_shap
 from fmha.kernels.sm90.listing import write
 from fmha.kernels.sm90.paged import VALUE_SWIZZLE, ColumnRing, Pages, Place, RowRing, SplitRing, WarpSplitter, Window
 from schedules.decode import Decode, Fetch
-from schedules.domain import Ascending, Visits
+from schedules.domain import Ascending
 from schedules.forward import FLOOR
 from schedules.scores import SCORES
 from schedules.splits import Place as Kept
@@ -65,9 +65,6 @@ class WgmmaDecode(Decode, WgmmaAttend):
         self.outputs = outputs
         self.parts = parts
         self.sinks = cute.make_rmem_tensor(softmax.ROWS, Float32)  # log2
-
-    def visits(self, split: Split) -> Visits:
-        return Decode.visits(self, split)
 
     def local(self, r: int) -> Int32:
         """Row `r` of this thread in its Q tile."""
