@@ -66,6 +66,7 @@ def supports(problem: AnyProblem, arch: str) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.value_dim)):
         if dim % HEAD_DIM_MULTIPLE or not 0 < dim <= widest:
             return f"{name} {dim}: multiples of {HEAD_DIM_MULTIPLE} up to {widest} only"
+    allowed: dict[str, tuple[str, ...]]
     if isinstance(problem, PagedProblem):
         allowed = {"score": PAGED_SCORES, "layout": PAGED_LAYOUTS}
     else:

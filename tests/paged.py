@@ -231,8 +231,9 @@ def compare(case: PagedCase, given: Tensors, out: torch.Tensor, lse: torch.Tenso
         if count == 0:
             continue
         one = slice(case.starts[b], case.starts[b] + count)
-        short = Case(1, count, keys, case.heads, case.heads_kv, case.head_dim, causal=case.causal, dtype=case.dtype,
-                     window=case.window, softcap=case.softcap, sinks=case.sinks, head_dim_v=case.head_dim_v)  # fmt: skip
+        sizes = 1, count, keys, case.heads, case.heads_kv, case.head_dim
+        how = {name: getattr(case, name) for name in ("causal", "dtype", "window", "softcap", "sinks", "head_dim_v")}
+        short = Case(*sizes, **how)
         parts = flat_q[None, one], given.keys[b][None], given.values[b][None]
         found = _compare(short, parts, options, flat[None, one], None if flat_lse is None else flat_lse[None, :, one])
         worst = max(worst, found, key=lambda verdict: verdict.ratio)

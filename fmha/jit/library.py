@@ -85,6 +85,7 @@ def warmup(problems: AnyProblem | Iterable[AnyProblem], arch: str | None = None)
 
     Raises `fmha.Unsupported` for the first problem without a kernel, before any is compiled.
     """
+    from fmha import paged
     from fmha.jit import launch
 
     problems = [problems] if isinstance(problems, AnyProblem) else list(problems)
@@ -96,7 +97,7 @@ def warmup(problems: AnyProblem | Iterable[AnyProblem], arch: str | None = None)
         for config in _configs(problem, arch):
             function = fetch(problem, config, arch)
             if arch == here:
-                launch.touch(function, problem)
+                paged.touch(problem) if isinstance(problem, PagedProblem) else launch.touch(function, problem)
 
 
 def _configs(problem: AnyProblem, arch: str) -> list[BlockConfig]:
