@@ -132,8 +132,8 @@ def simulate_case(case: Case, seed: int) -> tuple[int, float, float]:
 
 def show_resources(console: Console, arch: str) -> int:
     """Compiles every bfloat16 kernel that does nothing to scores, and shows what it costs. Returns 1 if one spills."""
-    every = (*problem.variants(arch), *problem.paged_variants(arch))
-    variants = [each for each in every if each.problem.dtype == "bfloat16" and each.problem.score == "plain"]
+    every = (*problem.variants(arch), *problem.paged_variants(arch, ("rows",), ("plain",)))
+    variants = [variant for variant in every if variant.problem.dtype == "bfloat16"]
     found: dict[str, Report] = {}
     for variant in track(variants, f"Compiling for {arch}", console=Console(stderr=True)):
         found[report.name(variant, arch)] = report.of_variant(variant, arch)

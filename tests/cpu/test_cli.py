@@ -227,12 +227,13 @@ def test_cache_clear_removes_them(store: Store, capsys: pytest.CaptureFixture[st
 def test_the_demo_without_a_gpu(tmp_path: Path) -> None:
     empty = {"HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "fmha", "demo"], env=os.environ | empty, capture_output=True, text=True, timeout=180
+        [sys.executable, "-m", "fmha", "demo"], env=os.environ | empty, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" equal") == len(demo.SIMULATED)
     assert "No GPU ran anything" in done.stdout
-    assert f"{len(resources.variants())} kernels compiled for sm_90a (Hopper), none spills a register" in done.stdout
+    count = len(resources.variants()) + len(PAGED_TABLES[ARCH])
+    assert f"{count} kernels compiled for sm_90a (Hopper), none spills a register" in done.stdout
     assert resources.variants().keys() <= set(done.stdout.split())
 
 
