@@ -184,7 +184,8 @@ class PagedLaunch:
             return (o, q.new_full(self.lse_shape, -math.inf, dtype=torch.float32)) if answer.return_lse else o
         k_at, v_at = k_pages.data_ptr(), v_pages.data_ptr()
         if (k_at | v_at) % ALIGNMENT:
-            raise Unsupported(f"k_pages or v_pages is at no multiple of {ALIGNMENT} bytes")
+            name, at = ("k_pages", k_at) if k_at % ALIGNMENT else ("v_pages", v_at)
+            raise Unsupported(f"{name}.data_ptr() is {at:#x}; a multiple of {ALIGNMENT} bytes is supported")
         sizes = self.sizes
         if not self.q_in_place or q.data_ptr() % ALIGNMENT:
             q = q.clone(memory_format=torch.contiguous_format)
