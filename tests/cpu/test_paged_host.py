@@ -202,7 +202,11 @@ def off_by_one(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
 
 
-@pytest.mark.parametrize("view", [among_heads, odd_rows, off_by_one])
+def both(x: torch.Tensor) -> torch.Tensor:
+    return off_by_one(torch.cat([x, x], -2))[..., : x.shape[-2], :]
+
+
+@pytest.mark.parametrize("view", [among_heads, odd_rows, off_by_one, both])
 @pytest.mark.parametrize("which", ["q", "out", "both"])
 @pytest.mark.parametrize("name", ["one query", "several", "packed"])
 def test_strides_of_q_and_out(kernel: Kernel, name: str, which: str, view: Any) -> None:
