@@ -59,6 +59,17 @@ class PagedCase:
         return {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
 
     @property
+    def name(self) -> str:
+        dims = f"D{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
+        told = f"paged {self.layout} {dims} page{self.page} H{self.heads}x{self.heads_kv} {self.dtype}"
+        told += (
+            f" queries{list(self.tokens)} keys{list(self.seq_lens)}" + " packed" * self.packed + " causal" * self.causal
+        )
+        for option in ("softcap", "splits"):
+            told += f" {option}{value:g}" if (value := getattr(self, option)) else ""
+        return told + f" window{self.window}" * (self.window != reference.NO_WINDOW) + " sinks" * self.sinks
+
+    @property
     def heads(self) -> int:
         return self.heads_kv * self.group
 
