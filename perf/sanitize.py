@@ -101,7 +101,7 @@ def run_paged() -> int:
         splits = arrays.pop("num_splits", None)
         exact, _ = reference.attention_paged(**arrays)
         out = torch.full(exact.shape, POISON, dtype=case.torch_dtype).cuda()
-        on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in arrays.items()}
+        on_gpu: dict[str, Any] = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in arrays.items()}
         fmha.attention_paged(**on_gpu, num_splits=splits, out=out, return_lse=True)
         torch.cuda.synchronize()
         error = relative_error(out.cpu(), exact)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from tests.cpu.stand_in import MULTIPROCESSORS, STREAM, pass_for_hopper, strided
 from tests.paged import PagedCase, Tensors, call, compare, tensors
 
 BF16 = torch.bfloat16
+README = Path(__file__).resolve().parents[2] / "README.md"
 CASE = PagedCase(seq_lens=(21, 3), tokens=(1, 1), heads_kv=2, group=2, head_dim=16, page=8)
 CASES = {
     "one query": CASE,
@@ -245,6 +248,18 @@ def test_one_table_for_all_sequences(kernel: Kernel) -> None:
     out = fmha.attention_paged(made.q, made.k_pages, made.v_pages, table, made.seq_lens)
     assert kernel.calls[-1]["table row"] == 0
     compare(replace(CASE, seq_lens=(21, 21)), made, out, None)
+
+
+def test_the_readmes_example(kernel: Kernel) -> None:
+    _, example, *_ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names: dict[str, Any] = {"torch": torch, "fmha": fmha, "q": torch.randn(2, 3, 32, 128).to(BF16)}
+    exec(example.replace('"cuda"', '"cpu"'), names)
+    q, k, table = names["q"], names["k_pages"], names["table"].long()
+    assert kernel.calls[-1]["q"] == q.data_ptr() and len(kernel.calls) == 1
+    for b, length in enumerate(names["lengths"].tolist()):
+        keys = k[table[b]].flatten(0, 1)[None, :length]
+        expected, _ = reference.attention(q[b : b + 1, :1], keys, keys)
+        torch.testing.assert_close(names["out"][b].double(), expected[0, 0], rtol=1e-2, atol=1e-2)
 
 
 # -- parts, counters and splits ----------------------------------------------------------------------------------------
