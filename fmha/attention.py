@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fmha import operator
 from fmha.checks import (
-    FLOAT32,
     LENGTHS,
     LOG2_E,
     MAX_SIZE,
@@ -20,6 +19,7 @@ from fmha.checks import (
     check_lengths,
     check_logits,
     check_output,
+    check_ratio,
     check_scale,
     check_softcap,
     check_window,
@@ -286,9 +286,7 @@ def _plan(
     if window != NO_WINDOW and rows + keys > MAX_SIZE:
         raise Unsupported(f"{operands[0]}, {operands[1]}: with a window Sq + Sk up to {MAX_SIZE} are supported")
     scale = check_scale(options.scale, head_dim)
-    cap_factor = 1.0 if softcap is None else scale / softcap
-    if not cap_factor <= FLOAT32.max:
-        raise ValueError(f"softcap is {options.softcap!r}, and the scale {scale}: their ratio is too large")
+    cap_factor = check_ratio(scale, softcap)
     if out is not None:
         check_output(Operand.of("out", out), replace(operands[0], shape=shape))
 

@@ -127,6 +127,14 @@ def check_softcap(softcap: Any) -> float | None:
     return None if none else check_factor("softcap", softcap)
 
 
+def check_ratio(scale: float, softcap: float | None) -> float:
+    """What scores are multiplied by before the tanh of a softcap; 1 without one."""
+    ratio = 1.0 if softcap is None else scale / softcap
+    if not ratio <= FLOAT32.max:
+        raise ValueError(f"softcap is {softcap!r}, and the scale {scale}: their ratio is too large")
+    return ratio
+
+
 def check_factor(name: str, given: Any) -> float:
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise TypeError(f"{name} is {given!r} of type {type(given).__name__}; a Python or NumPy number is needed")

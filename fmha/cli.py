@@ -17,7 +17,7 @@ from fmha import problem
 from fmha.jit import compile, library, report, sass, store
 from fmha.problem import Problem, Unsupported, Variant, supports
 from schedules.scores import SCORES
-from schedules.tiling import choose
+from schedules.tiling import choose, rows
 
 EXAMPLES = """\
 examples:
@@ -83,26 +83,46 @@ def add_selection(command: argparse.ArgumentParser) -> None:
         "--arch", default="sm_90a", help=f"{' or '.join(problem.ARCHITECTURES)} (default: %(default)s)"
     )
     command.add_argument("--head-dim", metavar="N", type=int, nargs="+", help="only the kernels that serve these")
-    command.add_argument("--mask", nargs="+", choices=problem.MASKS, default=problem.MASKS, help="only these")
+    command.add_argument("--mask", nargs="+", choices=problem.MASKS, help="only these")
     command.add_argument("--dtype", nargs="+", choices=problem.DTYPES, default=problem.DTYPES, help="only these")
     command.add_argument(
         "--score", nargs="+", choices=SCORES, default=["plain"], help="what is done to scores (default: plain)"
     )
     command.add_argument("--ragged", action="store_true", help="those for sequences with lengths of their own")
+    command.add_argument("--paged", action="store_true", help="only those for paged caches, which serve every mask")
 
 
 def selection(chosen: argparse.Namespace) -> list[Variant]:
-    """Every kernel that the options ask for. `fmha.Unsupported` if one of them has none."""
+    """Every kernel that the options ask for: those of paged caches, too, unless a mask or `--ragged` says which others.
+    `fmha.Unsupported` if a head dim has none."""
     asked = [Problem("bfloat16", head_dim) for head_dim in chosen.head_dim or (64,)]
     for reason in filter(None, (supports(p, chosen.arch) for p in asked)):
         raise Unsupported(reason)
+    found: list[Variant] = []
+    if not chosen.paged:
+        found += masked(chosen)
+    if chosen.paged or not (chosen.mask or chosen.ragged):
+        found += paged(chosen)
+    return [variant for variant in found if variant.problem.dtype in chosen.dtype]
+
+
+def masked(chosen: argparse.Namespace) -> list[Variant]:
     widths = {choose(head_dim, chosen.arch).head_dim for head_dim in chosen.head_dim or ()}
     return [
         variant
         for variant in problem.variants(chosen.arch, chosen.score, [chosen.ragged])
-        if variant.problem.dtype in chosen.dtype
-        and variant.problem.mask in chosen.mask
+        if getattr(variant.problem, "mask", None) in (chosen.mask or problem.MASKS)
         and (not widths or variant.config.head_dim in widths)
+    ]
+
+
+def paged(chosen: argparse.Namespace) -> list[Variant]:
+    narrowest = (rows(head_dim, chosen.arch, paged=True)[0] for head_dim in chosen.head_dim or ())
+    widths = {row.config.head_dim for row in narrowest}
+    return [
+        variant
+        for variant in problem.paged_variants(chosen.arch)
+        if variant.problem.score in chosen.score and (not widths or variant.config.head_dim in widths)
     ]
 
 
@@ -192,6 +212,9 @@ def run_cache_clear(chosen: argparse.Namespace) -> int:
 def describe(text: str) -> str:
     """A kernel's canonical text in a few words."""
     fields = {name: value.strip("'") for name, _, value in (line.partition(" = ") for line in text.splitlines())}
+    if "paged problem.layout" in fields:
+        fields |= {name.removeprefix("paged "): value for name, value in fields.items()}
+        fields["problem.mask"] = f"paged {fields['problem.layout']}"
     names = ("arch", "problem.dtype", "problem.mask", "config.head_dim", "config.tile_n")
     return "{} {} {}, head dim {}, tile_n {}".format(*(fields.get(n, "?") for n in names)) if fields else ""
 

@@ -131,8 +131,9 @@ def simulate_case(case: Case, seed: int) -> tuple[int, float, float]:
 
 
 def show_resources(console: Console, arch: str) -> int:
-    """Compiles every bfloat16 kernel and shows what it costs. Returns 1 if one spills."""
-    variants = [variant for variant in problem.variants(arch) if variant.problem.dtype == "bfloat16"]
+    """Compiles every bfloat16 kernel that does nothing to scores, and shows what it costs. Returns 1 if one spills."""
+    every = (*problem.variants(arch), *problem.paged_variants(arch, ("rows",), ("plain",)))
+    variants = [variant for variant in every if variant.problem.dtype == "bfloat16"]
     found: dict[str, Report] = {}
     for variant in track(variants, f"Compiling for {arch}", console=Console(stderr=True)):
         found[report.name(variant, arch)] = report.of_variant(variant, arch)

@@ -14,11 +14,11 @@ from torch import Tensor
 from fmha import prefill
 from fmha.attention import NO_WINDOW, kernel_function
 from fmha.checks import (
-    FLOAT32,
     LOG2_E,
     Operand,
     check_last_stride,
     check_output,
+    check_ratio,
     check_same,
     check_scale,
     check_softcap,
@@ -131,19 +131,6 @@ def attention_paged(
     return plan(q, k_pages, v_pages, page_table, seq_lens, sinks, cu_seqlens_q, out)
 
 
-def touch(problem: PagedProblem) -> None:
-    """Launches a kernel on the current device, for a query and a key."""
-    dims, values = problem.head_dim, problem.value_dim
-    vllm = problem.layout == "vllm"
-    shapes = ((1, 1, dims // 8, 8, 8), (1, 1, values, 8)) if vllm else ((1, 1, 1, dims), (1, 1, 1, values))
-    q, k_pages, v_pages = (
-        torch.zeros(shape, dtype=getattr(torch, problem.dtype), device="cuda") for shape in ((1, 1, dims), *shapes)
-    )
-    table, lens = torch.zeros((1, 1), dtype=torch.int32, device="cuda"), torch.ones(1, dtype=torch.int32, device="cuda")
-    layout, softcap = "vllm" if vllm else "nhd", 1.0 if problem.score == "softcap" else None
-    attention_paged(q, k_pages, v_pages, table, lens, layout=layout, softcap=softcap)
-
-
 NAMES = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "sinks", "cu_seqlens_q", "out")
 NEEDED = NAMES[:5]
 
@@ -195,22 +182,24 @@ class PagedLaunch:
             with torch.cuda.device(device):
                 return self(q, k_pages, v_pages, page_table, seq_lens, sinks, cu_seqlens_q, out)
         if out is not None:
-            answer.refuse_overlap(q, k_pages, v_pages, out)
+            answer.refuse_overlap(q, k_pages, v_pages, out, NAMES[:3])
         if self.function is None:
             o = (answer.new_output(q) if out is None else out).zero_()
             return (o, q.new_full(self.lse_shape, -math.inf, dtype=torch.float32)) if answer.return_lse else o
         k_at, v_at = k_pages.data_ptr(), v_pages.data_ptr()
         if (k_at | v_at) % ALIGNMENT:
-            raise Unsupported(f"k_pages or v_pages is at no multiple of {ALIGNMENT} bytes")
+            name, at = ("k_pages", k_at) if k_at % ALIGNMENT else ("v_pages", v_at)
+            raise Unsupported(f"{name}.data_ptr() is {at:#x}; a multiple of {ALIGNMENT} bytes is supported")
         sizes = self.sizes
         if not self.q_in_place or q.data_ptr() % ALIGNMENT:
             q = q.clone(memory_format=torch.contiguous_format)
             sizes = self.copied
-        o = out
-        if out is None or not self.out_in_place or out.data_ptr() % ALIGNMENT or sizes is self.copied:
+        if out is None:
             o = q.new_empty(answer.shape)
-            sizes = sizes if out is None else self.copied
-            q = q if out is None else q.contiguous()
+        elif not self.out_in_place or out.data_ptr() % ALIGNMENT or sizes is self.copied:
+            o, q, sizes = q.new_empty(answer.shape), q.contiguous(), self.copied
+        else:
+            o = out
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=device) if answer.return_lse else None
         sinks = None if sinks is None else sinks.contiguous()
         cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
@@ -252,29 +241,17 @@ def _plan(
     softcap = check_softcap(options.softcap)
     scale = check_scale(options.scale, head_dim)
     splits = check_splits(options.num_splits)
-    problem = PagedProblem(
-        operands["q"].dtype,
-        head_dim,
-        "plain" if softcap is None else "softcap",
-        0 if v.dims == head_dim else v.dims,
-        "vllm" if options.layout == "vllm" else "rows",
-    )
+    score, kind = "plain" if softcap is None else "softcap", "vllm" if options.layout == "vllm" else "rows"
+    problem = PagedProblem(operands["q"].dtype, head_dim, score, 0 if v.dims == head_dim else v.dims, kind)
     device = launch.describe_device(q.device)
     if reason := supports(problem, device.arch):
         raise Unsupported(f"{reason} ({operands['q']})")
-    cap_factor = 1.0 if softcap is None else scale / softcap
-    if not cap_factor <= FLOAT32.max:
-        raise ValueError(f"softcap is {options.softcap!r}, and the scale {scale}: their ratio is too large")
+    cap_factor = check_ratio(scale, softcap)
     shape = (*q.shape[:-1], v.dims)
     if out is not None:
         check_output(operands["out"], replace(operands["q"], shape=shape))
-    answer = Answer(
-        shape,
-        q.device,
-        options.return_lse,
-        False,
-        tuple(0 if x is None else layout.reach(x) for x in (*given[:3], out)),
-    )
+    reach = tuple(0 if x is None else layout.reach(x) for x in (*given[:3], out))
+    answer = Answer(shape, q.device, options.return_lse, row_major=False, reach=reach)
     packed = cu_seqlens_q is not None
     lse_shape = (heads, tokens) if packed else (*q.shape[:1], heads, *q.shape[1:-2])
 
@@ -289,8 +266,7 @@ def _plan(
     rows = min(config.tile_m, tokens * group)
     need = device.multiprocessors, q_tiles * k.heads, splits
     parts = parts_needed(*need)
-    limits = sides(options.causal, *window)
-    numbers = dict(zip(PAGED_SIZES, [0] * len(PAGED_SIZES), strict=True)) | {
+    numbers = {
         "sequences": sequences + 2 * packed,
         "tokens": tokens,
         "most keys": most_keys,
@@ -300,31 +276,27 @@ def _plan(
         "head_dim_v": v.dims,
         "table row": page_table.stride(0) if sequences > 1 else 0,
         "page shift": k.page.bit_length() - 1,
-        "left": limits[0],
-        "right": limits[1],
         "splits": splits,
         "ctas": device.multiprocessors,
         "part rows": rows,
         "parts": parts,
     }
-    for name, pages in (("k", k), ("v", v)):
-        numbers |= {f"{name} {mode}": getattr(pages, mode) for mode in ("outer", "row", "head", "chunk")}
-
-    def sizes(q_strides: tuple[int, ...], o_strides: tuple[int, ...]) -> HostNumbers:
-        return HostNumbers((numbers | _steps("q", q_strides, packed) | _steps("o", o_strides, packed)).values())
-
-    if not blank and not launch.capturing(q.device):
-        workspace.reserve(q.device)
-    plain, plain_o = layout.contiguous_strides(q.shape), layout.contiguous_strides(shape)
+    numbers |= dict(zip(("left", "right"), sides(options.causal, *window), strict=True))
+    numbers |= _steps("k", k) | _steps("v", v)
+    plain, plain_o = (_steps_of(layout.contiguous_strides(x), packed) for x in (q.shape, shape))
     q_in_place = layout.in_place(q)
     out_in_place = out is not None and layout.in_place(out)
-    strides = q.stride() if q_in_place else plain, out.stride() if out is not None and out_in_place else plain_o
+    q_steps = _steps_of(q.stride(), packed) if q_in_place else plain
+    o_steps = _steps_of(out.stride(), packed) if out is not None and out_in_place else plain_o
     long = None
     if not blank:
         wanted = options.causal, window, options.return_lse
+        strides = q.stride() if q_in_place else None, out.stride() if out is not None and out_in_place else None
         long = prefill.plan(problem, q, (k, v), page_table, wanted, strides, packed)
         if packed and long is not None:
             numbers["least rows"] = prefill.LEAST_ROWS
+        if not launch.capturing(q.device):
+            workspace.reserve(q.device)
     return PagedLaunch(
         answer,
         lse_shape,
@@ -335,18 +307,36 @@ def _plan(
         floats=parts * rows * (config.value_dim + 2) + 2,
         prefill=long,
         decodes=packed or long is None,
-        sizes=sizes(*strides),
-        copied=sizes(plain, plain_o),
+        sizes=_sizes(numbers, q_steps, o_steps),
+        copied=_sizes(numbers, plain, plain_o),
         q_in_place=q_in_place,
         out_in_place=out_in_place,
     )
 
 
-def _steps(name: str, strides: tuple[int, ...], packed: bool) -> dict[str, int]:
+class Steps(NamedTuple):
+    """Strides, as `fmha.jit.arguments.PAGED_SIZES` has them."""
+
+    outer: int
+    row: int
+    head: int
+    chunk: int = CHUNK
+
+
+def _steps_of(strides: tuple[int, ...], packed: bool) -> Steps:
     """Of q or the output, [B, Hq, D], [B, S, Hq, D] or [T, Hq, D]."""
     *lead, head, _ = strides
-    outer, row = (0, lead[0]) if packed else (lead[0], lead[1] if len(lead) > 1 else 0)
-    return {f"{name} outer": outer, f"{name} row": row, f"{name} head": head, f"{name} chunk": CHUNK}
+    return Steps(0, lead[0], head) if packed else Steps(lead[0], lead[1] if len(lead) > 1 else 0, head)
+
+
+def _steps(name: str, of: Pages | Steps) -> dict[str, int]:
+    return {f"{name} {mode}": getattr(of, mode) for mode in Steps._fields}
+
+
+def _sizes(numbers: dict[str, int], q: Steps, o: Steps) -> HostNumbers:
+    """In the order of `PAGED_SIZES`."""
+    found = numbers | _steps("q", q) | _steps("o", o)
+    return HostNumbers(found[name] for name in PAGED_SIZES)
 
 
 def check_shapes(operands: dict[str, Operand], k: Pages, v: Pages) -> tuple[int, int, int]:
@@ -361,9 +351,9 @@ def check_shapes(operands: dict[str, Operand], k: Pages, v: Pages) -> tuple[int,
         check_same(operands[name], q, "dtype", "device")
     if k.dims != q.shape[-1]:
         raise ValueError(f"k_pages has head dim {k.dims}; it must be that of q, {q.shape[-1]}")
-    for mode in ("count", "page", "heads"):
+    for mode in ("pages", "page", "heads"):
         if getattr(k, mode) != getattr(v, mode):
-            what = {"count": "pages", "page": "slots a page", "heads": "heads"}[mode]
+            what = "slots a page" if mode == "page" else mode
             raise ValueError(
                 f"v_pages has {getattr(v, mode)} {what}; it must have those of k_pages, {getattr(k, mode)}"
             )
@@ -388,21 +378,37 @@ def check_shapes(operands: dict[str, Operand], k: Pages, v: Pages) -> tuple[int,
     return 1 if packed else sequences, tokens, sequences
 
 
+def touch(problem: PagedProblem) -> None:
+    """Launches the kernel for one query and one key on the current device: the driver loads its code at the first
+    launch, which must not be one that a CUDA graph captures."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    by_columns, dim, value_dim = problem.layout == "vllm", problem.head_dim, problem.value_dim
+    shapes: list[tuple[int, ...]] = [(1, 1, dim), (1, 1, 1, dim), (1, 1, 1, value_dim)]
+    if by_columns:
+        shapes[1:] = (1, 1, dim // CHUNK, CHUNK, CHUNK), (1, 1, value_dim, CHUNK)
+    q, k, v = (torch.zeros(shape, dtype=getattr(torch, problem.dtype), device=device) for shape in shapes)
+    lengths = torch.ones(1, dtype=torch.int32, device=device)
+    softcap = 1.0 if problem.score == "softcap" else None
+    layout = "vllm" if by_columns else "nhd"
+    attention_paged(q, k, v, torch.zeros_like(lengths)[None], lengths, layout=layout, softcap=softcap)
+
+
 def check_splits(given: Any) -> int:
     """The number of splits, 0 for None."""
     if given is None:
         return 0
     if isinstance(given, bool) or not isinstance(given, numbers.Integral):
         raise TypeError(f"num_splits is {given!r} of type {type(given).__name__}; an integer or None is needed")
-    if not 1 <= given <= MAX_SPLITS:
+    splits = int(given)
+    if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {given}; 1 to {MAX_SPLITS}, or None, is needed")
-    return int(given)
+    return splits
 
 
 def _through_dlpack(given: tuple[Any, ...], options: Options) -> Any:
     """The same call with torch tensors over the same memory; what it returns goes back to q's library."""
     arrays = dict(zip(NAMES, given, strict=True))
-    tensors = {
+    tensors: dict[str, Any] = {
         name: None if array is None and name not in NEEDED else launch.from_dlpack(name, array)
         for name, array in arrays.items()
     }

@@ -25,7 +25,7 @@ MAX_PAGE_ELEMENTS = 2**31  # the kernels count in 32 bits inside a page, and in 
 class Pages(NamedTuple):
     """A tensor of pages. Strides are in elements."""
 
-    count: int
+    pages: int
     page: int
     heads: int
     dims: int

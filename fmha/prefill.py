@@ -54,12 +54,11 @@ def plan(
     pages: tuple[Pages, Pages],
     table: Tensor,
     options: tuple[bool, tuple[int | None, int | None], bool],
-    strides: tuple[tuple[int, ...], tuple[int, ...]],
+    strides: tuple[tuple[int, ...] | None, tuple[int, ...] | None],
     packed: bool,
 ) -> Prefill | None:
     """The plan where a sequence may have `LEAST_ROWS` queries and the kernel takes the pages, else None. `options` are
-    causal, the window, and whether LSEs are wanted; `strides` those of q and the output, which may be other than
-    contiguous ones."""
+    causal, the window, and whether LSEs are wanted; `strides` those of q and the output, None for contiguous ones."""
     k, v = pages
     causal, window, lse = options
     (*batch, tokens, heads, head_dim), sequences = q.shape, table.shape[0]
@@ -73,12 +72,16 @@ def plan(
     device = launch.describe_device(q.device)
     if supports(long, device.arch):
         return None
-    shapes = [(p.count, p.page, p.heads, p.dims) for p in pages]
+    shapes = [(p.pages, p.page, p.heads, p.dims) for p in pages]
     layouts = [Layout(shape, (p.outer, p.row, p.head, 1)) for shape, p in zip(shapes, pages, strict=True)]
     o_shape = (*q.shape[:-1], v.dims)
 
-    def around(q_strides: tuple[int, ...], o_strides: tuple[int, ...]) -> list[Layout]:
-        return [Layout.padded(q.shape, q_strides), *layouts, Layout.padded(o_shape, o_strides)]
+    def around(q_strides: tuple[int, ...] | None, o_strides: tuple[int, ...] | None) -> list[Layout]:
+        ends = [
+            Layout.padded(shape, layout.contiguous_strides(shape) if strides is None else strides)
+            for shape, strides in ((q.shape, q_strides), (o_shape, o_strides))
+        ]
+        return [ends[0], *layouts, ends[1]]
 
     about = max(1, tokens // sequences) if packed else tokens
     many = sequences * heads, device.multiprocessors
@@ -102,13 +105,12 @@ def plan(
     group = keys_in_l2(mask == "causal", kv_bytes_per_key, device.l2_bytes)
     numbers = (
         *(group, device.multiprocessors, bounds.left, bounds.right, 0, sequences, int(packed)),
-        *(k.count, k.page, k.page.bit_length() - 1, table.stride(0) if sequences > 1 else 0),
+        *(k.pages, k.page, k.page.bit_length() - 1, table.stride(0) if sequences > 1 else 0),
         LEAST_ROWS if packed else 0,
     )
-    plain = layout.contiguous_strides(q.shape), layout.contiguous_strides(o_shape)
     return Prefill(
         kernel_function(long, config, device.arch, q.device),
         Sizes(around(*strides), *numbers, keys=most_keys),
-        Sizes(around(*plain), *numbers, keys=most_keys),
+        Sizes(around(None, None), *numbers, keys=most_keys),
         listing_words(sequences),
     )

@@ -148,12 +148,14 @@ def every_variant(arch: str) -> tuple[Variant, ...]:
     return variants(arch, tuple(SCORES), (False, True))
 
 
-def paged_variants(arch: str) -> tuple[Variant, ...]:
+def paged_variants(
+    arch: str, layouts: Sequence[str] = PAGED_LAYOUTS, scores: Sequence[str] = PAGED_SCORES
+) -> tuple[Variant, ...]:
     """The kernels of `fmha.attention_paged`."""
     return tuple(
         Variant(PagedProblem(dtype, row.config.head_dim, score, row.config.head_dim_v, layout), row.config)
-        for layout in PAGED_LAYOUTS
-        for score in PAGED_SCORES
+        for layout in layouts
+        for score in scores
         for dtype in DTYPES
         for row in PAGED_TABLES[arch]
     )

@@ -112,31 +112,28 @@ def attention_paged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention` over a paged cache, whose tokens are taken from their pages one by one: the arguments of
     `fmha.attention_paged`, out and lse of its shapes."""
-    heads, tokens = q.shape[-2], q.shape[0] if cu_seqlens_q is not None else q[0, ..., 0, 0].numel()
-    starts = [b * tokens for b in range(len(seq_lens) + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
-    flat = q.reshape(-1, *q.shape[-2:])
-    out = torch.zeros(*flat.shape[:2], *gather(v_pages, page_table, 0, 0, layout, True).shape[2:], device=q.device)
-    out = out.double()
-    lse = torch.full(flat.shape[:2], -math.inf, dtype=torch.float64, device=q.device)
-    for b, length in enumerate(seq_lens.tolist()):
-        one = slice(starts[b], starts[b + 1])
-        keys, values = (gather(x, page_table, b, length, layout, x is v_pages) for x in (k_pages, v_pages))
-        o, total = attention(flat[None, one], keys[None], values[None], **options)
+    if cu_seqlens_q is None and q.ndim == 3:
+        out, lse = attention_paged(q[:, None], k_pages, v_pages, page_table, seq_lens, layout=layout, **options)
+        return out[:, 0], lse[..., 0]
+    value_dim = v_pages.shape[2 if layout == "vllm" else 3]
+    out = torch.zeros(*q.shape[:-1], value_dim, dtype=torch.float64, device=q.device)
+    lse = torch.full(q.shape[:-1], -math.inf, dtype=torch.float64, device=q.device)
+    starts = list(range(len(q) + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    for b, (length, start, end) in enumerate(zip(seq_lens.tolist(), starts[:-1], starts[1:], strict=True)):
+        one = b if cu_seqlens_q is None else slice(start, end)
+        keys = gather(k_pages, page_table[b], length, layout, values=False)
+        values = gather(v_pages, page_table[b], length, layout, values=True)
+        o, total = attention(q[one][None], keys[None], values[None], **options)
         out[one], lse[one] = o[0], total[0].T
-    if cu_seqlens_q is not None:
-        return out, lse.T
-    by_batch = lse.reshape(*q.shape[:-2], heads)
-    return out.reshape(*q.shape[:-1], -1), by_batch.transpose(1, -1) if q.ndim == 4 else by_batch
+    return out, lse.transpose(-1, -2)
 
 
-def gather(
-    pages: torch.Tensor, page_table: torch.Tensor, batch: int, length: int, layout: str, values: bool
-) -> torch.Tensor:
-    """The first `length` keys (or values) of a sequence, [length, Hkv, D], token by token."""
+def gather(pages: torch.Tensor, row: torch.Tensor, length: int, layout: str, values: bool) -> torch.Tensor:
+    """The first `length` keys (or values) of the sequence with this row of the page table, [length, Hkv, D], token by
+    token."""
     pages = _by_slot(pages, layout, values).flatten(3)
     page = pages.shape[1]
-    table = page_table[batch].tolist() if length else []
-    tokens = [pages[table[j // page], j % page] for j in range(length)]
+    tokens = [pages[int(row[j // page]), j % page] for j in range(length)]
     return torch.stack(tokens) if tokens else pages.new_empty(0, *pages.shape[2:])
 
 

@@ -140,7 +140,7 @@ def _plan(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: 
     if reason := supports(problem, device.arch):
         raise Unsupported(f"{reason} ({operands['k']})")
     config = CopyConfig()
-    tokens, slots = k.shape[:-2].numel(), places[0].count * places[0].page
+    tokens, slots = k.shape[:-2].numel(), places[0].pages * places[0].page
     chunks = [pages.heads * pages.dims // CHUNK for pages in places]
     shares = _shares(layout == "vllm", tokens, max(chunks), config, device.multiprocessors)
     if shares["chunk groups"] > MAX_CHUNK_GROUPS or tokens > MAX_TOKENS:

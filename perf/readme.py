@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fmha.problem import ARCHITECTURES, DTYPES, MASKS, PLANNED, Problem, supports
+from fmha.problem import ARCHITECTURES, DTYPES, MASKS, PLANNED, PagedProblem, Problem, supports
 from perf import resources, series, show
 from perf.show import OURS
 
@@ -63,6 +63,11 @@ def support() -> str:
             for dims_, names in masks.items():
                 served.setdefault((", ".join(names), dims_), []).append(dtype)
         rows += [(f"{chip} ({arch})", ", ".join(dtypes), *key) for key, dtypes in served.items()]
+        paged: dict[str, list[str]] = {}  # head dims: dtypes
+        for dtype in DTYPES if arch in ARCHITECTURES else ():
+            dims = [d for d in PROBED if supports(PagedProblem(dtype, d), arch) is None]
+            paged.setdefault(spans(dims), []).append(dtype)
+        rows += [(f"{chip} ({arch}), paged", ", ".join(names), ", ".join(MASKS), d) for d, names in paged.items()]
     reasons = [reason for p in REFUSED if (reason := supports(p, next(iter(ARCHITECTURES))))]
     return (
         table(("GPU", "dtypes", "masks", "head dims"), rows)

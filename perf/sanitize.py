@@ -28,6 +28,7 @@ from fmha import reference
 from perf.bench import TOLERANCE, make_inputs, relative_error
 from perf.peers import scoring, starts
 from perf.suites import Case
+from tests.paged import PagedCase, tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -53,8 +54,19 @@ CASES = tuple(
 )
 
 
+PAGED = (  # unused slots and entries of the page table are poison
+    PagedCase((200, 0, 33), (1, 1, 1), 2, 4, 128, 16),  # several CTAs share a sequence, and merge what they find
+    PagedCase((150, 7), (3, 3), 1, 2, 64, 8, "vllm", causal=True, sinks=True, splits=5),
+    PagedCase((97, 300), (2, 5), 2, 2, 256, 1, "hnd", packed=True, outside=(1, 2), causal=True, softcap=5.0),
+)
+
+
 def run_cases() -> int:
     """Runs every problem once and prints its error. The number of wrong ones."""
+    return run_dense() + run_paged()
+
+
+def run_dense() -> int:
     import fmha
 
     wrong = 0
@@ -73,6 +85,28 @@ def run_cases() -> int:
             wrong += error > TOLERANCE
             verdict, lse = "ok   " if error <= TOLERANCE else "WRONG", ", with LSEs" if return_lse else ""
             print(f"{verdict} {case.name}{lse}: {error:.1e} of the oracle's norm", flush=True)
+    return wrong
+
+
+def run_paged() -> int:
+    import fmha
+
+    wrong = 0
+    for case in PAGED:
+        given = tensors(case, "cpu")
+        arrays: dict[str, Any] = {
+            name: getattr(given, name) for name in ("q", "k_pages", "v_pages", "page_table", "seq_lens")
+        }
+        arrays |= given.options(case)
+        splits = arrays.pop("num_splits", None)
+        exact, _ = reference.attention_paged(**arrays)
+        out = torch.full(exact.shape, POISON, dtype=case.torch_dtype).cuda()
+        on_gpu: dict[str, Any] = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in arrays.items()}
+        fmha.attention_paged(**on_gpu, num_splits=splits, out=out, return_lse=True)
+        torch.cuda.synchronize()
+        error = relative_error(out.cpu(), exact)
+        wrong += not error <= TOLERANCE
+        print(f"{'ok   ' if error <= TOLERANCE else 'WRONG'} {case.name}: {error:.1e} of the oracle's norm", flush=True)
     return wrong
 
 
@@ -144,7 +178,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     from perf.environment import describe
 
-    report: dict[str, Any] = describe() | {"cases": [case.name for case in CASES], "tools": {}}
+    report: dict[str, Any] = describe() | {
+        "cases": [*(case.name for case in CASES), *(case.name for case in PAGED)],
+        "tools": {},
+    }
     failed = False
     for tool in (None, *args.tool):  # alone first: it compiles what is missing, and wrong numbers need no tool
         found = under(tool, args.timeout)

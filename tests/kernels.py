@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from fmha.jit import library
-from fmha.problem import Problem, Variant, variants
+from fmha.problem import Problem, Variant, paged_variants, variants
 from schedules.domain import mask_of
 from schedules.scores import score_of
 from schedules.tiling import Extent
@@ -36,7 +36,8 @@ def variant_of(case: Case) -> Variant:
 def needed() -> list[Variant]:
     """All of them, in the same order in every process."""
     drawn = (variant_of(draw(seed)) for seed in range(PROBLEMS))
-    named = {library.key.canonical(*variant, ARCH): variant for variant in (*variants(ARCH), *drawn)}
+    every = (*variants(ARCH), *paged_variants(ARCH), *drawn)
+    named = {library.key.canonical(*variant, ARCH): variant for variant in every}
     return [named[text] for text in sorted(named)]
 
 

@@ -59,6 +59,17 @@ class PagedCase:
         return {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
 
     @property
+    def name(self) -> str:
+        dims = f"D{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
+        told = f"paged {self.layout} {dims} page{self.page} H{self.heads}x{self.heads_kv} {self.dtype}"
+        told += (
+            f" queries{list(self.tokens)} keys{list(self.seq_lens)}" + " packed" * self.packed + " causal" * self.causal
+        )
+        for option in ("softcap", "splits"):
+            told += f" {option}{value:g}" if (value := getattr(self, option)) else ""
+        return told + f" window{self.window}" * (self.window != reference.NO_WINDOW) + " sinks" * self.sinks
+
+    @property
     def heads(self) -> int:
         return self.heads_kv * self.group
 
@@ -231,8 +242,9 @@ def compare(case: PagedCase, given: Tensors, out: torch.Tensor, lse: torch.Tenso
         if count == 0:
             continue
         one = slice(case.starts[b], case.starts[b] + count)
-        short = Case(1, count, keys, case.heads, case.heads_kv, case.head_dim, causal=case.causal, dtype=case.dtype,
-                     window=case.window, softcap=case.softcap, sinks=case.sinks, head_dim_v=case.head_dim_v)  # fmt: skip
+        sizes = 1, count, keys, case.heads, case.heads_kv, case.head_dim
+        how = {name: getattr(case, name) for name in ("causal", "dtype", "window", "softcap", "sinks", "head_dim_v")}
+        short = Case(*sizes, **how)
         parts = flat_q[None, one], given.keys[b][None], given.values[b][None]
         found = _compare(short, parts, options, flat[None, one], None if flat_lse is None else flat_lse[None, :, one])
         worst = max(worst, found, key=lambda verdict: verdict.ratio)

@@ -22,8 +22,8 @@ SHAPES: Mapping[str, Sequence[str]] = {
 # `left` and `right` are those of `schedules.domain.Bounds`, "slopes batch" is 0 where all batch entries share slopes.
 # In a ragged batch the head group is what `schedules.work.keys_in_l2` says, and of `sequences` one behind the other in
 # one entry `packed` is 1.
-# Of a paged one k and v are [pages, page, Hkv, D], and seqlen_k is what a sequence may have; a sequence of fewer queries
-# than `least rows` is left to another kernel.
+# Of a paged one k and v are [pages, page, Hkv, D], and seqlen_k is what a sequence may have; sequences of fewer queries
+# than `least rows` are left to another kernel.
 NUMBERS = (
     *("head_group", "multiprocessors", "left", "right", "slopes batch", "sequences", "packed"),
     *("pages", "page", "page shift", "table row", "least rows"),

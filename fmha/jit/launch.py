@@ -7,7 +7,7 @@ The launch itself is one TVM-FFI call, which takes numbers only: addresses, a st
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,14 +42,15 @@ class Answer:
         *batch, seqlen_q, heads, _ = self.shape
         return torch.empty((*batch, heads, seqlen_q), dtype=torch.float32, device=self.device)
 
-    def refuse_overlap(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def refuse_overlap(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, names: Sequence[str] = "qkv") -> None:
         """ValueError if `out` shares memory with an input, which would be overwritten before it is read."""
         start = out.data_ptr()
         end = start + self.reach[3]
-        for name, tensor, reach in zip("qkv", (q, k, v), self.reach, strict=False):
+        for name, tensor, reach in zip(names, (q, k, v), self.reach, strict=False):
             at = tensor.data_ptr()
             if at < end and start < at + reach and layout.share_memory(tensor, out):
-                raise ValueError(f"out overlaps {name} in memory; it may share no element with q, k or v")
+                inputs = f"{names[0]}, {names[1]} or {names[2]}"
+                raise ValueError(f"out overlaps {name} in memory; it may share no element with {inputs}")
 
 
 Lengths = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -161,10 +162,10 @@ class Blank:
 
 Plan = Launch | Blank
 
-PLANS: dict[Hashable, Plan] = {}
+PLANS: dict[Hashable, Callable[..., Any]] = {}  # those of paged calls are `fmha.paged.PagedLaunch`
 
 
-def remember(signature: Hashable, plan: Plan) -> None:
+def remember(signature: Hashable, plan: Callable[..., Any]) -> None:
     """Keeps a plan. When there are too many all are dropped: making one takes microseconds, ranking them would too."""
     if len(PLANS) >= MAX_PLANS:
         PLANS.clear()

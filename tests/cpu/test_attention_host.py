@@ -21,12 +21,10 @@ from fmha.jit.counter import Counter
 from fmha.problem import Problem, Unsupported
 from schedules.tiling import BlockConfig
 from schedules.work import in_order, keys_in_l2, sequences
+from tests.cpu.stand_in import L2_BYTES, MULTIPROCESSORS, STREAM, pass_for_hopper, strided, vector
 
 attention_module = importlib.import_module("fmha.attention")  # the attribute of that name is the function
 BF16, FP16 = torch.bfloat16, torch.float16
-L2_BYTES = 50 << 20
-MULTIPROCESSORS = 132
-STREAM = 5
 
 
 def oracle(q, k, v, causal=False, scale=None, window=(None, None)):
@@ -71,9 +69,7 @@ class Kernel:
         unit = numbers[f"{name} unit"]
         assert unit > 0 and unit % arguments.STRIDE_ELEMENTS == 0 and strides[1] % unit == 0
         assert shape[0] == 1 or strides[0] % unit == 0
-        reach = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        memory = (ctypes.c_int16 * reach).from_address(address)
-        return torch.frombuffer(memory, dtype=getattr(torch, self.problem.dtype)).as_strided(shape, strides)
+        return strided(address, getattr(torch, self.problem.dtype), shape, strides)
 
     def __call__(self, sizes, *rest):
         q, k, v, o, lse, sinks, slopes, scale_log2, cap_factor, *taken, stream = rest[:12]
@@ -127,25 +123,12 @@ class Kernel:
         return out[None], lse[None]
 
 
-def vector(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """A copy of what lies there."""
-    memory = (ctypes.c_int32 * math.prod(shape)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).view(shape).clone()
-
-
 @pytest.fixture
 def kernel(monkeypatch):
     """Makes CPU tensors pass for tensors on a Hopper GPU."""
     stand_in = Kernel()
-    monkeypatch.setattr(launch, "describe_device", lambda device: launch.Device("sm_90a", L2_BYTES, MULTIPROCESSORS))
+    pass_for_hopper(monkeypatch, stand_in.fetch)
     monkeypatch.setattr(launch, "current", stand_in.current)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of a CPU
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
-    monkeypatch.setattr(launch, "capturing", lambda device: False)
-    monkeypatch.setattr(library, "loaded", lambda *kernel: None)
-    monkeypatch.setattr(library, "fetch", stand_in.fetch)
-    monkeypatch.setattr(launch, "PLANS", {})
-    monkeypatch.setattr(attention_module, "PLANS", launch.PLANS)
     return stand_in
 
 

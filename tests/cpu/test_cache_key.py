@@ -10,10 +10,11 @@ import sys
 import pytest
 
 from fmha.jit import key
-from fmha.problem import MASKS, Problem
+from fmha.problem import MASKS, AnyProblem, PagedProblem, Problem
 from schedules.tiling import choose
 
 PROBLEM = Problem("bfloat16", 128, "causal")
+PAGED = PagedProblem("bfloat16", 128)
 CONFIG = choose(128, "sm_90a")
 RUN_TIME = {"Problem.head_dim", "Problem.head_dim_v"}  # padded by TMA to the config's when the kernel runs
 
@@ -28,14 +29,14 @@ def perturbed(value):
     return next(mask for mask in MASKS if mask != value) if value in MASKS else value + "x"
 
 
-def fields_without_effect(canonical) -> set[str]:
-    """The fields of Problem and BlockConfig that can change without `canonical` changing."""
-    base = canonical(PROBLEM, CONFIG, "sm_90a")
+def fields_without_effect(canonical, problem: AnyProblem = PROBLEM) -> set[str]:
+    """The fields of a problem and of BlockConfig that can change without `canonical` changing."""
+    base = canonical(problem, CONFIG, "sm_90a")
     silent = set()
-    for owner in (PROBLEM, CONFIG):
+    for owner in (problem, CONFIG):
         for field in dataclasses.fields(owner):
             changed = dataclasses.replace(owner, **{field.name: perturbed(getattr(owner, field.name))})
-            pair = (changed, CONFIG) if owner is PROBLEM else (PROBLEM, changed)
+            pair = (changed, CONFIG) if owner is problem else (problem, changed)
             if canonical(*pair, "sm_90a") == base:
                 silent.add(f"{type(owner).__name__}.{field.name}")
     return silent
@@ -43,6 +44,12 @@ def fields_without_effect(canonical) -> set[str]:
 
 def test_every_field_but_the_run_time_ones_changes_the_key():
     assert fields_without_effect(key.canonical) == RUN_TIME
+    assert fields_without_effect(key.canonical, PAGED) == {f"Paged{name}" for name in RUN_TIME}
+
+
+def test_a_paged_problem_is_no_other_ones_kernel():
+    assert key.canonical(PAGED, CONFIG, "sm_90a") != key.canonical(PROBLEM, CONFIG, "sm_90a")
+    assert key.symbol(PAGED, CONFIG, "sm_90a").startswith("fmha_decode_bfloat16_rows_d128_")
 
 
 @pytest.mark.parametrize("forgotten", ["config.stages", "config.rescale_above", "problem.mask", "problem.dtype"])

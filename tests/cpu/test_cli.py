@@ -18,14 +18,15 @@ import fmha
 from fmha import cli, demo, problem
 from fmha.jit import compile, library, report, sass
 from fmha.jit.store import Store
-from fmha.problem import Problem
+from fmha.problem import PagedProblem, Problem
 from perf import resources
 from schedules import simulate
-from schedules.tiling import TABLES, BlockConfig, choose, rows
+from schedules.tiling import PAGED_TABLES, TABLES, BlockConfig, choose, rows
 
 ARCH = "sm_90a"
 ONE = ["--head-dim", "64", "--mask", "dense", "--dtype", "bfloat16"]
 NAME = "sm_90a-d64-dense-bf16"
+PAGED = "sm_90a-d64-paged-bf16"
 
 
 def says(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> tuple[str, str]:
@@ -104,10 +105,39 @@ def test_a_missing_tool_is_an_error_that_names_its_package(
 )
 def test_head_dims_select_the_kernels_that_serve_them(head_dims: list[int] | None, widths: set[int]) -> None:
     options = [] if head_dims is None else ["--head-dim", *map(str, head_dims)]
-    chosen = cli.selection(cli.parser().parse_args(["inspect", *options]))
+    chosen = cli.selection(cli.parser().parse_args(["inspect", "--mask", *problem.MASKS, *options]))
     assert {variant.config.head_dim for variant in chosen} == widths
     kernels = sum(row.config.head_dim in widths for row in TABLES[ARCH])
     assert len(chosen) == len(set(chosen)) == kernels * len(problem.MASKS) * len(problem.DTYPES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "masked", "paged"),
+    [
+        ([], True, True),
+        (["--mask", "causal"], True, False),
+        (["--ragged"], True, False),
+        (["--paged"], False, True),
+        (["--paged", "--score", "softcap"], False, True),
+        (["--score", "alibi"], True, False),  # which no paged kernel has
+    ],
+)
+def test_kernels_of_paged_caches_are_among_them_unless_others_are_asked_for(
+    arguments: list[str], masked: bool, paged: bool
+) -> None:
+    chosen = cli.selection(cli.parser().parse_args(["inspect", *arguments]))
+    assert {type(variant.problem) for variant in chosen} == set([Problem] * masked + [PagedProblem] * paged)
+    scores = {"alibi"} if "alibi" in arguments else {"softcap"} if "softcap" in arguments else {"plain"}
+    assert {variant.problem.score for variant in chosen} == scores
+
+
+@pytest.mark.parametrize(("head_dims", "widths"), [([72], {128}), ([8, 192], {64, 192}), (None, {64, 128, 192, 256})])
+def test_head_dims_select_the_paged_kernels_that_serve_them(head_dims: list[int] | None, widths: set[int]) -> None:
+    options = [] if head_dims is None else ["--head-dim", *map(str, head_dims)]
+    chosen = cli.selection(cli.parser().parse_args(["inspect", "--paged", *options]))
+    assert {variant.config.head_dim for variant in chosen} == widths
+    kernels = sum(row.config.head_dim in widths for row in PAGED_TABLES[ARCH])
+    assert len(chosen) == len(set(chosen)) == kernels * len(problem.PAGED_LAYOUTS) * len(problem.DTYPES)
 
 
 # -- compile and inspect -----------------------------------------------------------------------------------------------
@@ -116,7 +146,9 @@ def test_head_dims_select_the_kernels_that_serve_them(head_dims: list[int] | Non
 def test_compile_writes_cubins_and_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "folder"
     says(capsys, "compile", "--out", str(out), "--head-dim", "64", "--dtype", "bfloat16")
-    manifest = json.loads((out / "manifest.json").read_text())
+    every = json.loads((out / "manifest.json").read_text())
+    manifest = [entry for entry in every if "paged" not in entry["name"]]
+    assert [entry["name"] for entry in every[len(manifest) :]] == [f"{PAGED}{layout}" for layout in ("", "-vllm")]
     assert [entry["name"] for entry in manifest] == [
         f"sm_90a-d64-{mask}-bf16{lse}{tile}"
         for lse in ("", "-lse")
@@ -124,15 +156,18 @@ def test_compile_writes_cubins_and_a_manifest(tmp_path: Path, capsys: pytest.Cap
         for mask in ("dense", "causal", "window")
     ]
     assert sorted(path.name for path in out.iterdir()) == sorted(
-        ["manifest.json", *(entry["cubin"] for entry in manifest)]
+        ["manifest.json", *(entry["cubin"] for entry in every)]
     )
-    for entry in manifest:
+    for entry in every:
+        paged = entry not in manifest
         assert set(entry) == {"name", "arch", "problem", "config", "cubin"}
-        p, config = Problem(**entry["problem"]), BlockConfig(**entry["config"])
-        assert entry["arch"] == ARCH and config in [row.config for row in rows(64, ARCH)]
+        p, config = (PagedProblem if paged else Problem)(**entry["problem"]), BlockConfig(**entry["config"])
+        assert entry["arch"] == ARCH and config in [row.config for row in rows(64, ARCH, paged=paged)]
         # The cubin is the one that this problem compiles to, not just any.
         assert (out / entry["cubin"]).read_bytes() == compile.cubin(compile.compile_object(p, config, ARCH))
-    assert resources.folder(out) == resources.measure([entry["name"] for entry in manifest])
+    found, names = resources.folder(out), [entry["name"] for entry in manifest]
+    assert {name: found[name] for name in names} == resources.measure(names)
+    assert len(found) == len(every)
 
 
 def test_inspect_prints_what_the_machine_code_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +198,12 @@ def test_cache_ls_names_the_kernels(store: Store, capsys: pytest.CaptureFixture[
     assert "current" in text and "1 kernels" in text
 
 
+def test_a_paged_kernel_is_named_by_its_layout() -> None:
+    paged = PagedProblem("float16", 128, layout="vllm")
+    text = library.key.canonical(paged, library.pick(paged, ARCH).config, ARCH)
+    assert cli.describe(text) == "sm_90a float16 paged vllm, head dim 128, tile_n 64"
+
+
 def test_cache_verify_finds_a_damaged_kernel(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert "0 of them damaged" in says(capsys, "cache", "verify")[0]
     (entry,) = store.entries()
@@ -186,12 +227,13 @@ def test_cache_clear_removes_them(store: Store, capsys: pytest.CaptureFixture[st
 def test_the_demo_without_a_gpu(tmp_path: Path) -> None:
     empty = {"HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "fmha", "demo"], env=os.environ | empty, capture_output=True, text=True, timeout=180
+        [sys.executable, "-m", "fmha", "demo"], env=os.environ | empty, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" equal") == len(demo.SIMULATED)
     assert "No GPU ran anything" in done.stdout
-    assert f"{len(resources.variants())} kernels compiled for sm_90a (Hopper), none spills a register" in done.stdout
+    count = len(resources.variants()) + len(PAGED_TABLES[ARCH])
+    assert f"{count} kernels compiled for sm_90a (Hopper), none spills a register" in done.stdout
     assert resources.variants().keys() <= set(done.stdout.split())
 
 

@@ -8,7 +8,18 @@ import itertools
 import pytest
 
 import fmha
-from fmha.problem import ARCHITECTURES, DTYPES, MASKS, PLANNED, Problem, Unsupported, supports, variants
+from fmha.problem import (
+    ARCHITECTURES,
+    DTYPES,
+    MASKS,
+    PLANNED,
+    PagedProblem,
+    Problem,
+    Unsupported,
+    paged_variants,
+    supports,
+    variants,
+)
 from schedules.domain import DOMAINS
 from schedules.tiling import CHIPS, TABLES, rows
 
@@ -45,6 +56,10 @@ def test_a_supported_problem_has_a_block_config_that_fits_the_chip(arch):
         (Problem("bfloat16", 264), "sm_90a", "head_dim 264", "multiples of 8 up to 256"),
         (Problem("bfloat16", 0), "sm_90a", "head_dim 0", "multiples of 8 up to 256"),
         (Problem("bfloat16", 64, "banded"), "sm_90a", "mask 'banded'", "'dense' or 'causal' or 'window'"),
+        (PagedProblem("float32", 64), "sm_90a", "dtype float32", "bfloat16 or float16"),
+        (PagedProblem("bfloat16", 64, head_dim_v=260), "sm_90a", "head_dim_v 260", "multiples of 8 up to 256"),
+        (PagedProblem("bfloat16", 64, "alibi"), "sm_90a", "score 'alibi'", "'plain' or 'softcap'"),
+        (PagedProblem("bfloat16", 64, layout="nhd"), "sm_90a", "layout 'nhd'", "'rows' or 'vllm'"),
         (Problem("bfloat16", 64), "sm_80", "architecture sm_80", "sm_90a (Hopper)"),
         (Problem("bfloat16", 64), "cpu", "architecture cpu", "sm_90a (Hopper)"),
         (Problem("bfloat16", 64), "sm_100a", "architecture sm_100a", "sm_100a (Blackwell) comes later"),
@@ -67,6 +82,17 @@ def test_the_variants_are_all_the_kernels_and_each_once():
         for row in rows(d, "sm_90a", dv)
     }
     assert set(kernels) == reachable
+
+
+def test_every_paged_problem_has_one_of_the_paged_kernels():
+    kernels = paged_variants("sm_90a")
+    assert len(kernels) == len(set(kernels))
+    dims = range(8, 257, 8)
+    every = (PagedProblem("bfloat16", d, "plain", dv) for d in dims for dv in dims)
+    assert all(supports(problem, "sm_90a") is None for problem in every)
+    reachable = {rows(d, "sm_90a", dv, paged=True)[0].config for d in dims for dv in (0, *dims)}
+    assert {config for _, config in kernels} == reachable
+    assert all(config.check(CHIPS["sm_90a"]) is None for config in reachable)
 
 
 def test_problems_are_values():

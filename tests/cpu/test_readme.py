@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fmha
-from fmha.problem import ARCHITECTURES, DTYPES, MASKS, Problem, supports
+from fmha.problem import ARCHITECTURES, DTYPES, MASKS, AnyProblem, PagedProblem, supports
 from perf import readme
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,14 +35,17 @@ def test_a_stale_part_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_support_table_follows_supports(monkeypatch: pytest.MonkeyPatch) -> None:
-    def narrower(problem: Problem, arch: str) -> str | None:
+    def narrower(problem: AnyProblem, arch: str) -> str | None:
+        if isinstance(problem, PagedProblem):
+            return "no" if problem.head_dim > 64 else supports(problem, arch)
         refused = (problem.dtype, problem.mask) == ("float16", "causal") and problem.head_dim > 128
         return "no" if refused else supports(problem, arch)
 
     row = "| Hopper (sm_90a) | bfloat16, float16 | dense, causal, window | 8 to 256 in steps of 8 |"
-    assert row in readme.support()
+    paged = row.replace("(sm_90a)", "(sm_90a), paged")
+    assert row in readme.support() and paged in readme.support()
     monkeypatch.setattr(readme, "supports", narrower)
-    assert row not in readme.support()
+    assert row not in readme.support() and paged.replace("256", "64") in readme.support()
     assert "| Hopper (sm_90a) | float16 | causal | 8 to 128 in steps of 8 |" in readme.support()
 
 
@@ -65,6 +68,7 @@ def test_the_example_calls_what_exists() -> None:
     assert example
     code = compile(example[1], "README.md", "exec")
     assert {"torch", "fmha", "attention"} <= set(code.co_names)
+    assert set(re.findall(r"fmha\.(\w+)\(", TEXT)) <= set(fmha.__all__)
     arguments = set(re.findall(r"(\w+)=", example[1])) - {"dtype", "device"}
     assert arguments <= set(inspect.signature(fmha.attention).parameters)
 

@@ -280,3 +280,59 @@ def test_shapes_that_do_not_fit_are_named(shapes, name: str) -> None:
         reference.attention(*tensors)
     with pytest.raises(ValueError, match=f"^{name} has"):
         reference.attention_numpy(*(x.numpy() for x in tensors))
+
+
+# -- paged caches ------------------------------------------------------------------------------------------------------
+
+
+def in_pages(x: torch.Tensor, table: torch.Tensor, count: int, page: int, layout: str, values: bool) -> torch.Tensor:
+    """Keys or values [B, S, Hkv, D] put where the table says, one number of a key at a time; NaN everywhere else."""
+    batch, length, heads, dim = x.shape
+    shapes = {"nhd": (count, page, heads, dim), "hnd": (count, heads, page, dim)}
+    shapes["vllm"] = (count, heads, dim, page) if values else (count, heads, dim // 8, page, 8)
+    pages = torch.full(shapes[layout], NAN, dtype=torch.float64)
+    for b, j, d in np.ndindex(batch, length, dim):
+        at, slot = int(table[b, j // page]), j % page
+        element = {"nhd": (slot, slice(None), d), "hnd": (slice(None), slot, d)}
+        element["vllm"] = (slice(None), d, slot) if values else (slice(None), d // 8, slot, d % 8)
+        pages[(at, *element[layout])] = x[b, j, :, d]
+    return pages
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "vllm"])
+@pytest.mark.parametrize("queries", ["one", "several", "packed"])
+@pytest.mark.parametrize("value_dim", [16, 8])
+def test_paged_attention_is_that_of_the_keys_in_their_order(layout: str, queries: str, value_dim: int) -> None:
+    batch, page, heads, kv_heads, dim, most = 3, 8, 4, 2, 16, 20
+    k, v = randn(batch, most, kv_heads, dim, seed=1), randn(batch, most, kv_heads, value_dim, seed=2)
+    table = torch.tensor([[5, 0, 9], [8, 2, 1], [3, 7, 6]], dtype=torch.int32)
+    pages = [in_pages(x, table, 10, page, layout, x is v) for x in (k, v)]
+    lens, starts = [17, 0, 20], [1, 4, 4, 5] if queries == "packed" else [0, 3, 6, 9]
+    shape = {"one": (batch, heads, dim), "several": (batch, 3, heads, dim), "packed": (7, heads, dim)}[queries]
+    q = randn(*shape, seed=3)
+    options = {"causal": True, "window": (9, None), "softcap": 2.0, "sinks": randn(heads, seed=4)}
+    cu_seqlens_q = torch.tensor(starts) if queries == "packed" else None
+    given = {"layout": layout, "cu_seqlens_q": cu_seqlens_q, **options}
+    out, lse = reference.attention_paged(q, *pages, table, torch.tensor(lens), **given)
+    assert out.shape == (*shape[:-1], value_dim)
+    assert lse.shape == {"one": (batch, heads), "several": (batch, heads, 3), "packed": (heads, 7)}[queries]
+    for b, length in enumerate(lens):
+        one = slice(starts[b], starts[b + 1])
+        rows = {"one": (b, None), "several": b, "packed": one}[queries]
+        expected, total = reference.attention(q[rows][None], k[b : b + 1, :length], v[b : b + 1, :length], **options)
+        found = {"one": lse[b, :, None], "several": lse[b], "packed": lse[:, one]}[queries]
+        torch.testing.assert_close(out[rows], expected[0], rtol=0, atol=1e-13)
+        torch.testing.assert_close(found, total[0], rtol=0, atol=1e-13)
+    if queries == "packed":  # rows of no sequence
+        assert (out[[0, 5, 6]] == 0).all() and (lse[:, [0, 5, 6]] == -INF).all()
+
+
+def test_of_a_paged_cache_only_the_pages_of_a_sequence_are_looked_at() -> None:
+    """Entries of the table behind the last page are no pages."""
+    k = randn(2, 8, 1, 8)
+    table = torch.tensor([[1, 1 << 30], [0, -1]], dtype=torch.int32)
+    out, _ = reference.attention_paged(randn(2, 2, 8), k, k, table, torch.tensor([8, 3]))
+    changed = k.clone()
+    changed[0, 3:] = NAN
+    again, _ = reference.attention_paged(randn(2, 2, 8), changed, changed, table, torch.tensor([8, 3]))
+    assert out.isfinite().all() and torch.equal(out, again)

@@ -120,6 +120,17 @@ def compiled(request: pytest.FixtureRequest) -> None:
             warnings.warn(f"compiling kernels beforehand failed:\n{errors[-2000:]}", stacklevel=1)
 
 
+def in_a_cold_process(code: str, tmp_path: Path) -> str:
+    """What `code` prints in a process of its own, with an empty cache: nothing is in memory there."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"FMHA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": path}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout
+
+
 @pytest.fixture(autouse=True)
 def watched(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ends the process, with a traceback, if a test hangs; ends the run if it lost the CUDA context."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,8 +11,8 @@ import torch
 import fmha
 from tests.cases import Case, inputs
 from tests.checks import compare, poison, same_bits
+from tests.gpu.conftest import in_a_cold_process
 
-ROOT = Path(__file__).parent.parent.parent
 CASE = Case(2, 300, 333, 4, 2, 64, causal=True)
 LONG_WAIT = 50_000_000  # GPU cycles, some 30 ms: work queued behind it has certainly not run yet
 
@@ -153,15 +150,8 @@ print("RECOVERED")
 
 
 def test_a_capture_that_would_compile_is_refused_and_names_warmup(tmp_path: Path) -> None:
-    """In a process of its own, with an empty cache: nothing is in memory there."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"FMHA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": path}
-    ran = subprocess.run(
-        [sys.executable, "-c", COLD_CAPTURE], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert "REFUSED" in ran.stdout and "fmha.warmup" in ran.stdout
-    assert "RECOVERED" in ran.stdout
+    said = in_a_cold_process(COLD_CAPTURE, tmp_path)
+    assert "REFUSED" in said and "fmha.warmup" in said and "RECOVERED" in said
 
 
 # -- devices --------------------------------------------------------------------------------------------------------
