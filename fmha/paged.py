@@ -278,6 +278,7 @@ def _plan(
         "page shift": k.page.bit_length() - 1,
         "splits": splits,
         "ctas": device.multiprocessors,
+        "least rows": 0,
         "part rows": rows,
         "parts": parts,
     }

@@ -229,7 +229,7 @@ def check_shapes(operands: dict[str, Operand], k_pages: Pages, v_pages: Pages) -
         if memory.self_overlaps(operands[name].shape, operands[name].strides):
             strides = operands[name].strides
             raise ValueError(f"{name}.stride() is {strides}: elements share memory, and each needs its own")
-    for mode, what in (("count", "pages"), ("page", "slots a page")):
+    for mode, what in (("pages", "pages"), ("page", "slots a page")):
         if (found := getattr(v_pages, mode)) != getattr(k_pages, mode):
             raise ValueError(f"v_pages has {found} {what}; it must have those of k_pages, {getattr(k_pages, mode)}")
     if slot_mapping.shape != k.shape[:-2]:

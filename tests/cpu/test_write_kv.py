@@ -125,8 +125,8 @@ def test_what_is_written_is_what_the_oracle_of_attention_gathers(kernel: Kernel,
     table = torch.tensor([[4, 1, 3]], dtype=torch.int32)
     slot_mapping = torch.tensor([int(table[0, j // 8]) * 8 + j % 8 for j in range(20)])
     fmha.write_kv(k, v, k_pages, v_pages, slot_mapping, layout=layout)
-    assert torch.equal(reference.gather(k_pages, table, 0, 20, layout, False), k)
-    assert torch.equal(reference.gather(v_pages, table, 0, 20, layout, True), v)
+    assert torch.equal(reference.gather(k_pages, table[0], 20, layout, False), k)
+    assert torch.equal(reference.gather(v_pages, table[0], 20, layout, True), v)
 
 
 def test_strided_slots(kernel: Kernel) -> None:

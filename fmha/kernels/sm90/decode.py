@@ -337,7 +337,7 @@ class DecodeKernel:
         self.kernel(
             tuple(places),
             (self.qk, self.pv),
-            of("sequences", "tokens", "most keys", "kv_heads", "group", "left", "right", "splits", "least rows"),
+            of("sequences", "tokens", "most keys", "kv_heads", "group", "left", "right", "splits", "least rows", "parts"),
             (table, *of("table row", "page shift")),
             (seq_lens, cu_seqlens_q),
             (scale_log2, cap_factor, sinks),

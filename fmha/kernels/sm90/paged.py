@@ -346,7 +346,7 @@ class WarpSplitter(Splitter):
     def __init__(self, domain, tile_m: int, numbers, seq_lens: Int64, cu_seqlens_q: Int64) -> None:
         self.domain, self.tile_m = domain, tile_m
         self.sequences, self.tokens, self.most_keys, self.heads, self.group, *rest = numbers
-        self.left, self.right, self.splits, self.least_rows = rest
+        self.left, self.right, self.splits, self.least_rows, self.parts = rest
         self.ctas = cute.arch.grid_dim()[0]
         self.cta = cute.arch.block_idx()[0]
         self.seq_lens, self.cu_seqlens_q = seq_lens, cu_seqlens_q
@@ -378,7 +378,9 @@ class WarpSplitter(Splitter):
         units = Int32(0)
         for first in cutlass.range(cute.arch.lane_idx(), self.sequences, 32, unroll=1):
             units = units + self.units(first)
-        return cute.arch.warp_redux_sync(units, "add")
+        units = cute.arch.warp_redux_sync(units, "add")
+        # Sequences overlap, and their parts have no room: no work.
+        return Int32(0) if self.splits > 0 and Int64(units) * self.heads > Int64(self.parts) else units
 
     @cute.jit
     def seek(self, unit: Int32) -> tuple[Int32, Int32]:
