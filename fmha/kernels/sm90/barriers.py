@@ -95,11 +95,20 @@ class PagedCopy(RaggedCopy):
         self.ahead = cute.make_rmem_tensor(3, Int32)
         self.ahead.fill(-1)
 
-    def load(self, work: RaggedWork, tile: Int32, head: Int32, place: Int32, barrier: cute.Pointer) -> None:
-        """Beside it the pages of the next tile are looked up: to wait for that takes longer than to load."""
+    @cute.jit
+    def load(self, work: RaggedWork, tile: Int32, head: Int32, place: Int32, barrier: cute.Pointer):
+        """Beside it the pages of the next tile are looked up: to wait for that takes longer than to load. Tiles without
+        an end are copied by a way of their own, as one warp is hardly fast enough."""
         pages = self.pages(work, tile)
-        self.copy_pieces(work, tile, head, place, barrier, pages)
-        self.ahead[0], self.ahead[1], self.ahead[2] = self.look_up(work, tile + 1), work.batch, tile + 1
+        first = tile * self.keys
+        if first + self.keys <= work.seqlen_k:
+            self.copy_pieces(first, head, place, barrier, pages, None)
+        else:
+            self.copy_pieces(first, head, place, barrier, pages, work.seqlen_k)
+        self.look_ahead(work, tile + 1)
+
+    def look_ahead(self, work: RaggedWork, tile: Int32) -> None:
+        self.ahead[0], self.ahead[1], self.ahead[2] = self.look_up(work, tile), work.batch, tile
 
     @cute.jit
     def pages(self, work: RaggedWork, tile: Int32) -> Int32:
@@ -108,16 +117,17 @@ class PagedCopy(RaggedCopy):
             found = self.look_up(work, tile)
         return found
 
-    def copy_pieces(self, work, tile: Int32, head: Int32, place: Int32, barrier: cute.Pointer, pages: Int32) -> None:
-        first = tile * self.keys
+    def copy_pieces(self, first: Int32, head: Int32, place: Int32, barrier: cute.Pointer, pages: Int32, end) -> None:
+        """Those of the keys from `first` on, up to key `end` if that is not None."""
         of_row, of_entry = self.units
+        mask = (Int32(1) << self.table.shift) - 1
         for piece in range(self.keys // self.PIECE):
             page, key = cute.arch.shuffle_sync(pages, piece), first + piece * self.PIECE
-            count = cutlass.min(cutlass.max(work.seqlen_k - key, 0), self.PIECE)
-            end = (key & ((Int32(1) << self.table.shift) - 1)) + count
+            count = self.PIECE if end is None else cutlass.min(cutlass.max(end - key, 0), self.PIECE)
             before = self.ROWS - count
             first_two = (before, 0) if self.by[0] is None else (0, before)
-            here = cute.domain_offset((*first_two, end * of_row + page * of_entry, self.ROWS, 0), self.tensor)
+            behind = ((key & mask) + count) * of_row + page * of_entry
+            here = cute.domain_offset((*first_two, behind, self.ROWS, 0), self.tensor)
             source = self.partition(here)[1][None, 0, 0, 0, head]
             cute.copy(self.atom, source, self.shared[None, piece, place], tma_bar_ptr=barrier)
 
