@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from fmha.jit import launch, layout
 from fmha.jit.arguments import Layout, Sizes, listing_words
 from fmha.jit.library import pick
 from fmha.paging import Pages
-from fmha.problem import PagedProblem, Problem, supports
-from schedules.domain import mask_of
+from fmha.problem import PagedProblem, Problem, Variant, supports
+from schedules.domain import Bounds, mask_of
 from schedules.tiling import Extent
 from schedules.work import keys_in_l2
 
@@ -48,6 +49,37 @@ class Prefill:
         self.function(*addresses, 0, *factors, *taken, starts, table, 0, lengths)
 
 
+class Call(NamedTuple):
+    """What of a call decides whether the forward kernel takes it, and which one."""
+
+    tokens: int  # of all sequences where they are packed, else of each
+    most_keys: int
+    heads: int
+    sequences: int
+    packed: bool
+    page: int
+    causal: bool
+    window: tuple[int | None, int | None]
+    lse: bool
+
+    def variant(self, problem: PagedProblem, arch: str, multiprocessors: int) -> Variant | None:
+        """The kernel, or None where the one for decoding takes all of it."""
+        if self.tokens < LEAST_ROWS or self.page < LEAST_PAGE or problem.layout != "rows":
+            return None
+        mask, bounds = self.mask()
+        dims = problem.head_dim, mask, problem.score, problem.head_dim_v
+        long = Problem(problem.dtype, *dims, ragged=True, paged=True)
+        if supports(long, arch):
+            return None
+        about = max(1, self.tokens // self.sequences) if self.packed else self.tokens
+        many = self.sequences * self.heads, multiprocessors
+        extent = Extent(mask, about, self.most_keys, *many, self.lse, bounds.left, bounds.right)
+        return Variant(long, pick(long, arch, extent).config)
+
+    def mask(self) -> tuple[str, Bounds]:
+        return mask_of(self.causal, self.window, self.tokens, self.most_keys)
+
+
 def plan(
     problem: PagedProblem,
     q: Tensor,
@@ -61,17 +93,16 @@ def plan(
     causal, the window, and whether LSEs are wanted; `strides` those of q and the output, None for contiguous ones."""
     k, v = pages
     causal, window, lse = options
-    (*batch, tokens, heads, head_dim), sequences = q.shape, table.shape[0]
+    (*batch, tokens, heads, _), sequences = q.shape, table.shape[0]
     if not packed and len(batch) == 0:
         return None
     most_keys = table.shape[1] * k.page
-    if tokens < LEAST_ROWS or k.page < LEAST_PAGE or problem.layout != "rows":
-        return None
-    mask, bounds = mask_of(causal, window, tokens, most_keys)
-    long = Problem(problem.dtype, head_dim, mask, problem.score, problem.head_dim_v, ragged=True, paged=True)
+    call = Call(tokens, most_keys, heads, sequences, packed, k.page, causal, window, lse)
     device = launch.describe_device(q.device)
-    if supports(long, device.arch):
+    variant = call.variant(problem, device.arch, device.multiprocessors)
+    if variant is None:
         return None
+    config, (mask, bounds) = variant.config, call.mask()
     shapes = [(p.pages, p.page, p.heads, p.dims) for p in pages]
     layouts = [Layout(shape, (p.outer, p.row, p.head, 1)) for shape, p in zip(shapes, pages, strict=True)]
     o_shape = (*q.shape[:-1], v.dims)
@@ -83,9 +114,6 @@ def plan(
         ]
         return [ends[0], *layouts, ends[1]]
 
-    about = max(1, tokens // sequences) if packed else tokens
-    many = sequences * heads, device.multiprocessors
-    config = pick(long, device.arch, Extent(mask, about, most_keys, *many, lse, bounds.left, bounds.right)).config
     kv_bytes_per_key = q.element_size() * k.heads * (k.dims + v.dims) // heads
     q_tiles = -(-tokens // config.tile_m) * (1 if packed else sequences) + packed * (sequences + 2)
     fits = (
@@ -109,7 +137,7 @@ def plan(
         LEAST_ROWS if packed else 0,
     )
     return Prefill(
-        kernel_function(long, config, device.arch, q.device),
+        kernel_function(variant.problem, config, device.arch, q.device),
         Sizes(around(*strides), *numbers, keys=most_keys),
         Sizes(around(None, None), *numbers, keys=most_keys),
         listing_words(sequences),
