@@ -295,7 +295,7 @@ def count(args: argparse.Namespace) -> int:
     if args.suite == "launch":
         return launch.ROWS
     if args.suite == "decode":
-        return len(decode.select(args.only))
+        return len(decode.select(args.only)) + (0 if args.only else len(decode.WRITTEN))
     return len(select(args.suite, only=args.only, head_dims=args.head_dim, quick=args.quick))
 
 

@@ -27,6 +27,7 @@ from perf.timing import quartiles
 Row = dict[str, Any]
 Call = Callable[[], Any]
 
+WRITTEN = ("nhd", "vllm")  # layouts that new tokens are written in
 READ_BYTES = 2**33
 COLD_BYTES = 6 * 10**8  # that the calls of a graph read before one of them reads the same again
 TOLERANCE = 1e-2  # of the norm
@@ -224,6 +225,7 @@ TITLES = {
     "flashinfer": "FlashInfer, tensor cores",
     "fa3": "FlashAttention-3, split, contiguous K and V",
     "contiguous": "fmha, contiguous K and V",
+    "copy": "a copy of the new tokens",
 }
 PACKAGES = ("flashinfer-python", "fa3-fwd")
 
@@ -298,6 +300,56 @@ def device_times(bounds: dict[str, Bound], replays: int = REPLAYS) -> dict[str, 
     return times
 
 
+def write_row(layout: str, tokens: int = 8192, heads: int = 8, dim: int = 128, page: int = 16, copies: int = 8) -> Row:
+    """New tokens into their slots, beside a copy of the same tensors: GB/s read and written."""
+    import fmha
+
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    every = torch.randn((copies, 2, tokens, heads, dim), generator=generator, device="cuda", dtype=torch.bfloat16)
+    slots = torch.randperm(copies * tokens, generator=generator, device="cuda").view(copies, tokens)
+    slots = slots // page * page + torch.arange(tokens, device="cuda") % page  # pages anywhere, tokens in order
+    count = copies * tokens // page
+    shapes = _page_shapes(layout, count, page, heads, dim)
+    k_pages, v_pages = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+    target = torch.empty_like(every)
+
+    def writing(copy: int) -> Call:
+        k, v = every[copy]
+        return lambda: fmha.write_kv(k, v, k_pages, v_pages, slots[copy], layout=layout)
+
+    def copying(copy: int) -> Call:
+        return lambda: target[copy].copy_(every[copy])
+
+    bounds = {
+        OURS: Bound([writing(copy) for copy in range(copies)], _four),
+        "copy": Bound([copying(copy) for copy in range(copies)], _four),
+    }
+    for bound in bounds.values():
+        bound.calls[0]()
+    work = 4 * every[0].numel() / 1e9
+    rates = {name: [work / t for t in quartiles(taken)] for name, taken in device_times(bounds).items()}
+    host = host_times({OURS: Candidate(bounds[OURS].calls[0], lambda out: out)}, bursts=5)[OURS]
+    ours = rates[OURS][1]
+    return {
+        "case": {"name": f"write_kv D{dim} T{tokens} H{heads} {layout} page {page}", "bytes": work * 1e9},
+        "unit": "GB/s",
+        "device_us": work / ours * 1e6,
+        "host_us": statistics.median(host) * 1e6,
+        OURS: ours,
+        "peers": {"copy": rates["copy"][1]},
+        "spread": {name: [slow, fast] for name, (fast, _, slow) in rates.items()},
+        "read": read_rate(),
+        "left_out": {},
+    }
+
+
+def _page_shapes(layout: str, count: int, page: int, heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if layout == "vllm":
+        return (count, heads, dim // 8, page, 8), (count, heads, dim, page)
+    shape = (count, page, heads, dim) if layout == "nhd" else (count, heads, page, dim)
+    return shape, shape
+
+
 def read_rate() -> float:
     """GB/s of a plain streaming read."""
     words = torch.zeros(READ_BYTES // 8, dtype=torch.int64, device="cuda")
@@ -345,6 +397,8 @@ def run(only: list[str]) -> Iterator[Row]:
         except Exception as error:  # shown, recorded and counted: one bad row must not lose the others
             yield {"case": {"name": case.name}, "error": f"{type(error).__name__}: {error}"[:500]}
         torch.cuda.empty_cache()
+    if not only:
+        yield from map(write_row, WRITTEN)
 
 
 def warm_up(seconds: float = 0.5) -> None:

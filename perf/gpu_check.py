@@ -37,6 +37,7 @@ STEPS = {
     "window": Step(("perf.bench", "window", "--out"), 120),
     "varlen": Step(("perf.bench", "varlen", "--out"), 180),
     "scores": Step(("perf.bench", "scores", "--out"), 180),
+    "decode": Step(("perf.bench", "decode", "--out"), 180),
     "launch": Step(("perf.bench", "launch", "--out"), 300),
 }
 

@@ -28,6 +28,7 @@ SUITES = {
     "window": "Causal sliding windows: TFLOP/s over the pairs that are seen",
     "varlen": "Packed sequences: 64 with lengths drawn log-uniformly from 128 to 16k, and 1024 of up to 256",
     "scores": "What softcap, sinks and ALiBi cost: the rate, and its part of the plain kernel's",
+    "decode": "A paged KV cache: GB/s of K and V read, or TFLOP/s, beside a plain streaming read and the peers",
     "launch": "What a call costs besides its kernel; less is better, and ratios above 1 mean that fmha takes less",
 }
 CHARTS = {  # what each one shows, for those who cannot see it
@@ -128,6 +129,8 @@ def gpu_numbers(results: series.Results) -> str:
     for suite in ("window", "varlen", "scores"):
         if run := results.runs.get(suite):
             parts += [f"{SUITES[suite]}: {summary(run['rows'])}. {where(run['meta'])}"]
+    if decode := results.runs.get("decode"):
+        parts += [f"{SUITES['decode']}.", decode_table(decode["rows"]), where(decode["meta"])]
     if launch := results.runs.get("launch"):
         parts += [f"{SHORT_LAUNCH}:", launch_table(launch["rows"]), where(launch["meta"])]
     parts.append(f"Every row, with versions and the commands that repeat it: [{place}]({place}/README.md).")
@@ -171,6 +174,23 @@ def summary(rows: Sequence[series.Row]) -> str:
     found = {peer: [r for row in rows if (r := show.ratio(row, peer))] for peer in series.peers(rows)}
     spans_ = (f"{min(ratios):.2f} to {max(ratios):.2f} of {peer}" for peer, ratios in found.items() if ratios)
     return f"{', '.join(spans_)} ({len(rows)} problems)"
+
+
+def decode_table(rows: Sequence[series.Row]) -> str:
+    """Rates, what part of a streaming read they are, and times."""
+    peers = series.peers(rows)
+    lines = []
+    for row in rows:
+        if "error" in row:
+            lines.append((row["case"]["name"], "wrong", *[""] * (4 + len(peers))))
+            continue
+        part = row[OURS] / row["read"] if row["unit"] == "GB/s" else None
+        ratios = (two_digits(show.ratio(row, peer)) for peer in peers)
+        rate = f"{show.number(row[OURS])} {row['unit']}"
+        times = show.number(row["device_us"]), show.number(row["host_us"])
+        lines.append((row["case"]["name"], rate, two_digits(part), *ratios, *times))
+    columns = ("problem", "rate", "of a read", *(f"{OURS}/{peer}" for peer in peers), "device us", "host us")
+    return table(columns, lines)
 
 
 def tail_table(rows: Sequence[series.Row]) -> str:
