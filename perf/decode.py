@@ -306,9 +306,9 @@ def write_row(layout: str, tokens: int = 8192, heads: int = 8, dim: int = 128, p
 
     generator = torch.Generator("cuda").manual_seed(tokens)
     every = torch.randn((copies, 2, tokens, heads, dim), generator=generator, device="cuda", dtype=torch.bfloat16)
-    slots = torch.randperm(copies * tokens, generator=generator, device="cuda").view(copies, tokens)
-    slots = slots // page * page + torch.arange(tokens, device="cuda") % page  # pages anywhere, tokens in order
     count = copies * tokens // page
+    order = torch.randperm(count, generator=generator, device="cuda").view(copies, -1, 1)
+    slots = (order * page + torch.arange(page, device="cuda")).flatten(1)  # pages anywhere, tokens in order
     shapes = _page_shapes(layout, count, page, heads, dim)
     k_pages, v_pages = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
     target = torch.empty_like(every)
