@@ -8,7 +8,7 @@ sequence is this one's. Both run where a packed batch may have sequences of eith
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,13 +20,13 @@ from fmha.jit import launch, layout
 from fmha.jit.arguments import Layout, Sizes, listing_words
 from fmha.jit.library import pick
 from fmha.paging import Pages
-from fmha.problem import PagedProblem, Problem, Variant, supports
+from fmha.problem import PIECES, PagedProblem, Problem, Variant, supports
 from schedules.domain import Bounds, mask_of
 from schedules.tiling import Extent
 from schedules.work import keys_in_l2
 
 LEAST_ROWS = 128  # queries: where 16k keys of one sequence take either kernel 110 us
-LEAST_PAGE = 16  # slots: the rows of a piece that TMA copies
+LEAST_PAGE = min(PIECES)  # slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,13 +68,15 @@ class Call(NamedTuple):
             return None
         mask, bounds = self.mask()
         dims = problem.head_dim, mask, problem.score, problem.head_dim_v
-        long = Problem(problem.dtype, *dims, ragged=True, paged=True)
+        long = Problem(problem.dtype, *dims, ragged=True, paged=LEAST_PAGE)
         if supports(long, arch):
             return None
         about = max(1, self.tokens // self.sequences) if self.packed else self.tokens
         many = self.sequences * self.heads, multiprocessors
         extent = Extent(mask, about, self.most_keys, *many, self.lse, bounds.left, bounds.right)
-        return Variant(long, pick(long, arch, extent).config)
+        config = pick(long, arch, extent).config
+        piece = max(piece for piece in PIECES if self.page >= piece and config.tile_n % piece == 0)
+        return Variant(replace(long, paged=piece), config)
 
     def mask(self) -> tuple[str, Bounds]:
         return mask_of(self.causal, self.window, self.tokens, self.most_keys)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from schedules.scores import SCORES
-from schedules.tiling import PAGED_TABLES, TABLES, BlockConfig
+from schedules.tiling import PAGED_TABLES, TABLES, BlockConfig, for_pages
 
 DTYPES = ("bfloat16", "float16")
 MASKS = ("dense", "causal", "window")
 PAGED_LAYOUTS = ("rows", "vllm")
+PIECES = (16, 64)  # slots that TMA copies at a time, into tiles of a multiple of them
 PAGED_SCORES = ("plain", "softcap")
 HEAD_DIM_MULTIPLE = 8  # elements: rows are then multiples of the 16 bytes that TMA addresses
 
@@ -37,7 +38,7 @@ class Problem:
     score     "plain", "softcap", "alibi", or "both"
     head_dim_v  of v and the output, likewise; 0 where it is that of q and k
     ragged    each sequence of the batch has lengths of its own, which the device knows
-    paged     and its keys and values are in pages, of 16 slots or more
+    paged     and its keys and values are in pages, of so many slots or more: 16 or 64; 0 where they are not
     """
 
     dtype: str
@@ -46,7 +47,7 @@ class Problem:
     score: str = "plain"
     head_dim_v: int = 0
     ragged: bool = False
-    paged: bool = False
+    paged: int = 0
 
     @property
     def value_dim(self) -> int:
@@ -72,10 +73,10 @@ def supports(problem: AnyProblem, arch: str) -> str | None:
             return f"{name} {dim}: multiples of {HEAD_DIM_MULTIPLE} up to {widest} only"
     if isinstance(problem, PagedProblem):
         return _refuse(problem, {"score": PAGED_SCORES, "layout": PAGED_LAYOUTS})
-    return _refuse(problem, {"mask": MASKS, "score": tuple(SCORES)})
+    return _refuse(problem, {"mask": MASKS, "score": tuple(SCORES), "paged": (0, *PIECES)})
 
 
-def _refuse(problem: AnyProblem, allowed: Mapping[str, Sequence[str]]) -> str | None:
+def _refuse(problem: AnyProblem, allowed: Mapping[str, Sequence[Any]]) -> str | None:
     """What `supports` says of fields with one of some values."""
     for name, values in allowed.items():
         if (given := getattr(problem, name)) not in values:
@@ -158,6 +159,19 @@ def paged_variants(
         for score in scores
         for dtype in DTYPES
         for row in PAGED_TABLES[arch]
+    )
+
+
+def prefill_variants(arch: str) -> tuple[Variant, ...]:
+    """The forward kernels that long sequences of queries get in `fmha.attention_paged`."""
+    return tuple(
+        Variant(Problem(dtype, row.config.head_dim, mask, score, row.config.head_dim_v, True, piece), config)
+        for piece in PIECES
+        for score in PAGED_SCORES
+        for dtype in DTYPES
+        for row in TABLES[arch]
+        for mask in MASKS
+        if (config := for_pages(row.config)).holds(score) and config.tile_n % piece == 0
     )
 
 

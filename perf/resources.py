@@ -85,7 +85,7 @@ def compiled(chosen: Mapping[str, Variant], progress: bool = False) -> dict[str,
 def every(progress: bool = False) -> int:
     """Compiles the whole table of features and the kernels of paged caches, which takes a quarter of an hour, and says
     how many variants there are and what is wrong with them. Status 1 if one spills, or masks in its body."""
-    every_variant = (*problem.every_variant(ARCH), *problem.paged_variants(ARCH))
+    every_variant = (*problem.every_variant(ARCH), *problem.paged_variants(ARCH), *problem.prefill_variants(ARCH))
     found = compiled({report.name(variant, ARCH): variant for variant in every_variant}, progress)
     wrong = {
         name: row

@@ -126,7 +126,9 @@ def _configs(problem: AnyProblem, arch: str) -> Sequence[AnyConfig]:
         return [pick(problem, arch).config]
     found = [row.config for row in rows(problem.head_dim, arch, problem.head_dim_v)]
     if problem.paged:
-        return [for_pages(config) for config in found if config.holds(problem.score)]
+        return [
+            for_pages(config) for config in found if config.holds(problem.score) and not config.tile_n % problem.paged
+        ]
     return [c for c in dict.fromkeys([*found, *tuned.configs(problem, arch)]) if c.holds(problem.score)]
 
 

@@ -73,14 +73,15 @@ def of_variant(variant: Variant, arch: str) -> Report:
 
 def name(variant: Variant, arch: str) -> str:
     """A variant's name for people and files: arch, tile's head dim, and V's if it has its own, mask, dtype, what is
-    done to scores, and "ragged"; "lse" if calls that want none get another; behind it the tile, of queries by keys,
+    done to scores, "ragged", or of what pages; "lse" if calls that want none get another; behind it the tile, of queries by keys,
     unless it is that for long sequences. Paged kernels, which serve every mask, have "paged" in its place."""
     problem, config = variant
     if isinstance(problem, PagedProblem):
         parts = arch, config.dims, "paged", SHORT[problem.dtype], problem.score, problem.layout
         return "-".join(part for part in parts if part not in ("plain", "rows"))
     base = f"{arch}-{config.dims}-{problem.mask}-{SHORT[problem.dtype]}"
-    base += f"-{problem.score}" * (problem.score != "plain") + "-ragged" * problem.ragged
+    base += f"-{problem.score}" * (problem.score != "plain")
+    base += f"-pages{problem.paged}" if problem.paged else "-ragged" * problem.ragged
     exact = config.ones == 0
     if exact and choose(config.head_dim, arch, head_dim_v=config.head_dim_v).ones:
         base += "-lse"

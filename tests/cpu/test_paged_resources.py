@@ -54,6 +54,32 @@ def test_layouts_cost_the_body_nothing_and_a_softcap_what_it_takes(name: str) ->
     assert abs(measured(name).body - softcap - plain.body) <= plain.body * (resources.GROWTH - 1)
 
 
+PREFILL = {
+    report.name(variant, resources.ARCH): variant
+    for variant in problem.prefill_variants(resources.ARCH)
+    if (variant.problem.dtype, variant.problem.mask, variant.problem.score) == ("bfloat16", "causal", "plain")
+    and variant.config.value_dim in (64, 128, 256)
+    and variant.config.ones
+}
+
+
+@pytest.mark.parametrize("name", PREFILL)
+def test_long_sequences_cost_what_contiguous_keys_cost(name: str) -> None:
+    """The forward kernel over pages spills nothing, in the producer neither, and its body is the one it has."""
+    variant = PREFILL[name]
+    found = report.of_variant(variant, resources.ARCH)
+    assert (found.spills, found.stack_bytes) == (0, 0)
+    contiguous = dataclasses.replace(variant.problem, paged=0, ragged=False)
+    same = report.of_variant(variant._replace(problem=contiguous), resources.ARCH)
+    assert abs(found.body - same.body) <= same.body * (resources.GROWTH - 1)
+
+
+def test_names_of_long_sequences_tell_variants_apart() -> None:
+    every = problem.prefill_variants(resources.ARCH)
+    assert len({report.name(variant, resources.ARCH) for variant in every}) == len(every)
+    assert {variant.problem.paged for variant in every} == {16, 64}
+
+
 def test_float16_costs_the_same() -> None:
     name = "sm_90a-d128-paged-bf16"
     variant = VARIANTS[name]

@@ -76,12 +76,19 @@ def test_long_ones_get_the_forward_kernel(launches: Launches) -> None:
     q, k, v, table, lengths = call(LEAST_ROWS, page=32)
     assert kinds(launches) == {Problem}
     problem, arguments, numbers = launches.one(Problem)
-    assert (problem.paged, problem.ragged, problem.mask) == (True, True, "causal")
+    assert (problem.paged, problem.ragged, problem.mask) == (16, True, "causal")
     _, *addresses = arguments[:5]
     assert addresses[:3] == [q.data_ptr(), k.data_ptr(), v.data_ptr()]
     assert arguments[-4:] == (0, table.data_ptr(), 0, lengths.data_ptr())
     told = {name: numbers[name] for name in ("pages", "page", "page shift", "table row", "least rows", "seqlen_k")}
     assert told == {"pages": 6, "page": 32, "page shift": 5, "table row": 3, "least rows": 0, "seqlen_k": 96}
+
+
+@pytest.mark.parametrize(("page", "piece"), [(16, 16), (32, 16), (64, 64), (256, 64)])
+def test_pieces_are_as_long_as_pages_allow(launches: Launches, page: int, piece: int) -> None:
+    call(LEAST_ROWS, page=page)
+    problem, _, _ = launches.one(Problem)
+    assert problem.paged == piece
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])

@@ -78,18 +78,17 @@ class Table(NamedTuple):
 
 
 class PagedCopy(RaggedCopy):
-    """The same of K or V in pages, of `PIECE` slots or more: a tile is put together from pieces, each a sequence of so
+    """The same of K or V in pages, of `piece` slots or more: a tile is put together from pieces, each a sequence of so
     many rows of which those behind the last key are zeros. A page is an entry of the tensor."""
 
-    PIECE = 16
-
-    def __init__(self, atom: cute.CopyAtom, slots: cute.Tensor, tensor: cute.Tensor, cut, units, table: Table) -> None:
+    def __init__(self, atom, slots: cute.Tensor, tensor: cute.Tensor, cut, units, table: Table, piece: int) -> None:
         """`cut` is that of whole tiles."""
+        self.piece = piece
         tile, self.by = cut
         self.keys = tile[0 if self.by[0] is None else 1]
-        piece = tuple(self.PIECE if by is None else dims for by, dims in zip(self.by, tile, strict=False))
-        slots = cute.local_tile(slots, piece, (*self.by[:2], None))
-        super().__init__(atom, slots, tensor, (piece, self.by), None, units)
+        cut = tuple(piece if by is None else dims for by, dims in zip(self.by, tile, strict=False))
+        slots = cute.local_tile(slots, cut, (*self.by[:2], None))
+        super().__init__(atom, slots, tensor, (cut, self.by), None, units)
         self.table = table
         # What was looked up ahead, this lane's page, and for which sequence and tile.
         self.ahead = cute.make_rmem_tensor(3, Int32)
@@ -121,9 +120,9 @@ class PagedCopy(RaggedCopy):
         """Those of the keys from `first` on, up to key `end` if that is not None."""
         of_row, of_entry = self.units
         mask = (Int32(1) << self.table.shift) - 1
-        for piece in range(self.keys // self.PIECE):
-            page, key = cute.arch.shuffle_sync(pages, piece), first + piece * self.PIECE
-            count = self.PIECE if end is None else cutlass.min(cutlass.max(end - key, 0), self.PIECE)
+        for piece in range(self.keys // self.piece):
+            page, key = cute.arch.shuffle_sync(pages, piece), first + piece * self.piece
+            count = self.piece if end is None else cutlass.min(cutlass.max(end - key, 0), self.piece)
             before = self.ROWS - count
             first_two = (before, 0) if self.by[0] is None else (0, before)
             behind = ((key & mask) + count) * of_row + page * of_entry
@@ -135,8 +134,8 @@ class PagedCopy(RaggedCopy):
     def look_up(self, work: RaggedWork, tile: Int32) -> Int32:
         """The page of this lane's piece of a tile, 0 behind the last key."""
         found = Int32(0)
-        key = tile * self.keys + cute.arch.lane_idx() * self.PIECE
-        if key < work.seqlen_k and cute.arch.lane_idx() < self.keys // self.PIECE:
+        key = tile * self.keys + cute.arch.lane_idx() * self.piece
+        if key < work.seqlen_k and cute.arch.lane_idx() < self.keys // self.piece:
             at = work.batch * self.table.row + (key >> self.table.shift)
             entries = cute.make_ptr(Int32, self.table.address, cute.AddressSpace.gmem, assumed_align=4)
             found = cute.make_tensor(entries + at, cute.make_layout(1))[0]

@@ -545,7 +545,7 @@ class ForwardKernel:
         score: str,
         ragged: bool,
         config: BlockConfig,
-        paged: bool = False,
+        paged: int = 0,
     ) -> None:
         self.paged = paged
         self.dtype = dtype
@@ -621,8 +621,8 @@ class ForwardKernel:
         tiles = (rows, dims), (keys, dims), (value_dims, keys), (rows, value_dims)
         shared = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
         if const_expr(self.paged):
-            tiles = tiles[0], (PagedCopy.PIECE, dims), (value_dims, PagedCopy.PIECE), tiles[3]
-            shared = [shared[0], _piece(shared[1], 0), _piece(shared[2], 1), shared[3]]
+            tiles = tiles[0], (self.paged, dims), (value_dims, self.paged), tiles[3]
+            shared = [shared[0], _piece(shared[1], 0, self.paged), _piece(shared[2], 1, self.paged), shared[3]]
         copies = [
             cpasync.make_tiled_tma_atom(way, tensor, layout, tile)
             for way, tensor, layout, tile in zip((load, load, load, save), (q, k, v, o), shared, tiles, strict=True)
@@ -749,7 +749,7 @@ class ForwardKernel:
             every = list(zip(atoms, shared, tensors, cuts, EXTENTS, units, strict=True))
             found = [RaggedCopy(*one) for one in every]
             if self.paged:
-                found[1:3] = [PagedCopy(*one[:4], one[5], Table(*table)) for one in every[1:3]]
+                found[1:3] = [PagedCopy(*one[:4], one[5], Table(*table), self.paged) for one in every[1:3]]
             return found
         copies = []
         for atom, tensor, slots, (tile, at) in zip(atoms, tensors, shared, cuts, strict=True):
@@ -839,11 +839,10 @@ def _slots(start: cute.Pointer, one, slots: int, step: int, dtype) -> cute.Tenso
     return cute.make_tensor(cute.recast_ptr(start, one.inner, dtype=dtype), layout)
 
 
-def _piece(layout, keys: int):
-    """Of a tile in shared memory, `PagedCopy.PIECE` keys, which are mode `keys`: rows of a swizzle's width follow one
-    another."""
+def _piece(layout, keys: int, count: int):
+    """Of a tile in shared memory, `count` keys, which are mode `keys`: rows of a swizzle's width follow one another."""
     outer = layout.outer
     shape, stride = list(outer.shape), list(outer.stride)
-    shape[keys], stride[keys] = PagedCopy.PIECE, outer.stride[keys][0]
+    shape[keys], stride[keys] = count, outer.stride[keys][0]
     piece = cute.make_layout(tuple(shape), stride=tuple(stride))
     return cute.make_composed_layout(layout.inner, layout.offset, piece)
