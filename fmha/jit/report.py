@@ -73,8 +73,9 @@ def of_variant(variant: Variant, arch: str) -> Report:
 
 def name(variant: Variant, arch: str) -> str:
     """A variant's name for people and files: arch, tile's head dim, and V's if it has its own, mask, dtype, what is
-    done to scores, "ragged", or of what pages; "lse" if calls that want none get another; behind it the tile, of queries by keys,
-    unless it is that for long sequences. Paged kernels, which serve every mask, have "paged" in its place."""
+    done to scores, "ragged", or of what pages; "lse" if calls that want none get another; behind it the tile, of
+    queries by keys, unless it is that for long sequences. Paged kernels, which serve every mask, have "paged" in its
+    place."""
     problem, config = variant
     if isinstance(problem, PagedProblem):
         parts = arch, config.dims, "paged", SHORT[problem.dtype], problem.score, problem.layout
