@@ -133,6 +133,7 @@ def attention_paged(
 
 NAMES = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "sinks", "cu_seqlens_q", "out")
 NEEDED = NAMES[:5]
+SIDES = ("left", "right")
 
 
 class Options(NamedTuple):
@@ -266,24 +267,16 @@ def _plan(
     rows = min(config.tile_m, tokens * group)
     need = device.multiprocessors, q_tiles * k.heads, splits
     parts = parts_needed(*need)
-    numbers = {
-        "sequences": sequences + 2 * packed,
-        "tokens": tokens,
-        "most keys": most_keys,
-        "kv_heads": k.heads,
-        "group": group,
-        "head_dim": head_dim,
-        "head_dim_v": v.dims,
+    most = sequences + 2 * packed, tokens, most_keys
+    numbers = _numbers(most, (k, v), group, head_dim) | dict(zip(SIDES, sides(options.causal, *window), strict=True))
+    numbers |= {
         "table row": page_table.stride(0) if sequences > 1 else 0,
-        "page shift": k.page.bit_length() - 1,
         "splits": splits,
         "ctas": device.multiprocessors,
         "least rows": 0,
         "part rows": rows,
         "parts": parts,
     }
-    numbers |= dict(zip(("left", "right"), sides(options.causal, *window), strict=True))
-    numbers |= _steps("k", k) | _steps("v", v)
     plain, plain_o = (_steps_of(layout.contiguous_strides(x), packed) for x in (q.shape, shape))
     q_in_place = layout.in_place(q)
     out_in_place = out is not None and layout.in_place(out)
@@ -291,7 +284,7 @@ def _plan(
     o_steps = _steps_of(out.stride(), packed) if out is not None and out_in_place else plain_o
     long = None
     if not blank:
-        wanted = options.causal, window, options.return_lse
+        wanted = options.causal, window, options.return_lse, splits > 0
         strides = q.stride() if q_in_place else None, out.stride() if out is not None and out_in_place else None
         long = prefill.plan(problem, q, (k, v), page_table, wanted, strides, packed)
         if packed and long is not None:
@@ -313,6 +306,23 @@ def _plan(
         q_in_place=q_in_place,
         out_in_place=out_in_place,
     )
+
+
+def _numbers(most: tuple[int, int, int], pages: tuple[Pages, Pages], group: int, head_dim: int) -> dict[str, int]:
+    """Sizes. `most` are the sequences, with those of rows of none, the tokens and the keys of one."""
+    k, v = pages
+    sequences, tokens, keys = most
+    sizes = {
+        "sequences": sequences,
+        "tokens": tokens,
+        "most keys": keys,
+        "kv_heads": k.heads,
+        "group": group,
+        "head_dim": head_dim,
+        "head_dim_v": v.dims,
+        "page shift": k.page.bit_length() - 1,
+    }
+    return sizes | _steps("k", k) | _steps("v", v)
 
 
 class Steps(NamedTuple):

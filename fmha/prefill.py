@@ -22,11 +22,13 @@ from fmha.jit.library import pick
 from fmha.paging import Pages
 from fmha.problem import PIECES, PagedProblem, Problem, Variant, supports
 from schedules.domain import Bounds, mask_of
+from schedules.splits import UNLIMITED
 from schedules.tiling import Extent
 from schedules.work import keys_in_l2
 
 LEAST_ROWS = 128  # queries: where 16k keys of one sequence take either kernel 110 us
 LEAST_PAGE = min(PIECES)  # slots
+LONG = 4096  # of everything, for a kernel that does not depend on the batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +63,7 @@ class Call(NamedTuple):
     causal: bool
     window: tuple[int | None, int | None]
     lse: bool
+    invariant: bool = False  # the kernel must be the same whatever else is in the batch
 
     def variant(self, problem: PagedProblem, arch: str, multiprocessors: int) -> Variant | None:
         """The kernel, or None where the one for decoding takes all of it."""
@@ -72,14 +75,16 @@ class Call(NamedTuple):
         if supports(long, arch):
             return None
         about = max(1, self.tokens // self.sequences) if self.packed else self.tokens
-        many = self.sequences * self.heads, multiprocessors
-        extent = Extent(mask, about, self.most_keys, *many, self.lse, bounds.left, bounds.right)
+        sizes = about, self.most_keys, self.sequences * self.heads
+        sizes = (LONG, LONG, LONG) if self.invariant else sizes
+        extent = Extent(mask, *sizes, multiprocessors, self.lse, bounds.left, bounds.right)
         config = pick(long, arch, extent).config
         piece = max(piece for piece in PIECES if self.page >= piece and config.tile_n % piece == 0)
         return Variant(replace(long, paged=piece), config)
 
     def mask(self) -> tuple[str, Bounds]:
-        return mask_of(self.causal, self.window, self.tokens, self.most_keys)
+        sizes = (UNLIMITED, UNLIMITED) if self.invariant else (self.tokens, self.most_keys)
+        return mask_of(self.causal, self.window, *sizes)
 
 
 def plan(
@@ -87,19 +92,19 @@ def plan(
     q: Tensor,
     pages: tuple[Pages, Pages],
     table: Tensor,
-    options: tuple[bool, tuple[int | None, int | None], bool],
+    options: tuple[bool, tuple[int | None, int | None], bool, bool],
     strides: tuple[tuple[int, ...] | None, tuple[int, ...] | None],
     packed: bool,
 ) -> Prefill | None:
-    """The plan where a sequence may have `LEAST_ROWS` queries and the kernel takes the pages, else None. `options` are
-    causal, the window, and whether LSEs are wanted; `strides` those of q and the output, None for contiguous ones."""
+    """The plan where a sequence may have `LEAST_ROWS` queries and the kernel takes the pages, else None. `options`
+    are causal, the window, whether LSEs are wanted, and whether the kernel must not depend on the batch; `strides`
+    those of q and the output, None for contiguous ones."""
     k, v = pages
-    causal, window, lse = options
     (*batch, tokens, heads, _), sequences = q.shape, table.shape[0]
     if not packed and len(batch) == 0:
         return None
     most_keys = table.shape[1] * k.page
-    call = Call(tokens, most_keys, heads, sequences, packed, k.page, causal, window, lse)
+    call = Call(tokens, most_keys, heads, sequences, packed, k.page, *options)
     device = launch.describe_device(q.device)
     variant = call.variant(problem, device.arch, device.multiprocessors)
     if variant is None:

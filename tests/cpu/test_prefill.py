@@ -22,8 +22,11 @@ class Launches:
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, tuple[Any, ...]]] = []
+        self.configs: list[tuple[Problem, Any]] = []  # of the forward kernels that were fetched
 
     def fetch(self, problem: Any, config: Any, arch: str) -> Any:
+        if isinstance(problem, Problem):
+            self.configs.append((problem, config))
         return lambda *arguments: self.seen.append((problem, arguments))
 
     def one(self, kind: type) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
@@ -89,6 +92,14 @@ def test_pieces_are_as_long_as_pages_allow(launches: Launches, page: int, piece:
     call(LEAST_ROWS, page=page)
     problem, _, _ = launches.one(Problem)
     assert problem.paged == piece
+
+
+@pytest.mark.parametrize("window", [(None, None), (20, None), (90, 3)])
+def test_with_fixed_splits_the_kernel_does_not_depend_on_the_batch(launches: Launches, window: Any) -> None:
+    for sequences, tokens in ((1, LEAST_ROWS), (40, LEAST_ROWS), (2, 1000)):
+        call(tokens, sequences=sequences, num_splits=4, window=window)
+    assert len(set(launches.configs)) == 1
+    assert len(launches.configs) == 3
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
