@@ -47,8 +47,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return found
 
 
-def call(tokens: int, page: int = 16, *, packed: bool = False, layout: str = "nhd", sequences: int = 2, **options: Any):
-    """Of sequences with `tokens` queries each, or all of them together."""
+def call(
+    tokens: int,
+    page: int = 16,
+    *,
+    packed: bool = False,
+    layout: str = "nhd",
+    sequences: int = 2,
+    most: int = 3,
+    **options: Any,
+):
+    """Of sequences with `tokens` queries each, or all of them together, and `most` pages at most."""
     shape = (tokens, HEADS, DIM) if packed else (sequences, tokens, HEADS, DIM)
     q = torch.zeros(shape, dtype=torch.bfloat16)
     k, v = (torch.zeros(6, page, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
@@ -56,7 +65,7 @@ def call(tokens: int, page: int = 16, *, packed: bool = False, layout: str = "nh
         k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
     elif layout == "vllm":
         k, v = k.unflatten(3, (-1, 8)).permute(0, 2, 3, 1, 4).contiguous(), v.permute(0, 2, 3, 1).contiguous()
-    table = torch.zeros(sequences, 3, dtype=torch.int32)
+    table = torch.zeros(sequences, most, dtype=torch.int32)
     lengths = torch.zeros(sequences, dtype=torch.int32)
     if packed:
         options["cu_seqlens_q"] = torch.zeros(sequences + 1, dtype=torch.int32)
@@ -96,10 +105,10 @@ def test_pieces_are_as_long_as_pages_allow(launches: Launches, page: int, piece:
 
 @pytest.mark.parametrize("window", [(None, None), (20, None), (90, 3)])
 def test_with_fixed_splits_the_kernel_does_not_depend_on_the_batch(launches: Launches, window: Any) -> None:
-    for sequences, tokens in ((1, LEAST_ROWS), (40, LEAST_ROWS), (2, 1000)):
-        call(tokens, sequences=sequences, num_splits=4, window=window)
-    assert len(set(launches.configs)) == 1
+    for sequences, tokens, most in ((1, LEAST_ROWS, 3), (40, 200, 3), (2, 1000, 40)):
+        call(tokens, sequences=sequences, most=most, num_splits=4, window=window)
     assert len(launches.configs) == 3
+    assert len(set(launches.configs)) == 1
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
