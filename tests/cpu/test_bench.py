@@ -511,14 +511,19 @@ def test_sanitized_numbers_are_checked(error: float, monkeypatch: pytest.MonkeyP
         asked.append(return_lse)
         out.copy_(error * oracle(*tensors, **given)[0])
 
+    def paged(*tensors, num_splits=None, **given):
+        return answer(reference.attention_paged, *tensors, **given)
+
     for name in ("attention", "attention_varlen"):
         monkeypatch.setattr(fmha, name, functools.partial(answer, getattr(reference, name)))
+    monkeypatch.setattr(fmha, "attention_paged", paged)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     cases = (*sanitize.CASES[:2], *(case for case in sanitize.CASES if case.packed or case.score == "softcap"))
     monkeypatch.setattr(sanitize, "CASES", cases)
-    assert sanitize.run_cases() == (0 if error == 1.0 else 2 * len(cases))
-    assert asked == [False, True] * len(cases) and len(cases) == 5
+    pages = len(sanitize.PAGED)
+    assert sanitize.run_cases() == (0 if error == 1.0 else 2 * len(cases) + pages)
+    assert asked == [False, True] * len(cases) + [True] * pages and len(cases) == 5 and pages == 3
     assert ("WRONG" in capsys.readouterr().out) == (error != 1.0)
 
 

@@ -87,6 +87,7 @@ def test_the_text_can_be_read_and_is_exact():
         "problem.score = 'plain'\n"
         "problem.head_dim_v = 64\n"
         "problem.ragged = False\n"
+        "problem.paged = 0\n"
         "config.head_dim = 128\n"
         "config.third = 0.3333333333333333\n"
         "config.flag = True\n"

@@ -60,7 +60,6 @@ RINGS = ("self.q", "self.k", "self.v")
 ROLES = Alike(
     (
         ("q_slot", "slot"),
-        ("pages", "upcoming"),
         ("position", "split.begin", "split.end"),
         ("visits.left", "visits.right"),
         ("Section.LEFT", "Section.BODY", "Section.RIGHT"),
@@ -126,7 +125,7 @@ HARMLESS = {
         "Decode.run: slot = k.next(slot) as slot = v.next(slot)",
     ),
     "when pages are looked up is a matter of speed": (
-        "Fetch.run: k.acquire(slot) before upcoming = pages(split, position + 1)",
+        "Fetch.run: if position == split.begin before pages = turn(split, position + 1, pages)",
     ),
     "neither asks for the other": (
         "Fetch.run: q.commit(q_slot) before q.post(q_slot, split)",  # two arrivals
