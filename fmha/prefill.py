@@ -26,7 +26,7 @@ from schedules.splits import UNLIMITED
 from schedules.tiling import Extent
 from schedules.work import keys_in_l2
 
-LEAST_ROWS = 128  # queries: where 16k keys of one sequence take either kernel 110 us
+LEAST_ROWS = 128  # queries: an estimate of where the kernels are as fast, for one sequence of 16k keys; not measured
 LEAST_PAGE = min(PIECES)  # slots
 LONG = 4096  # of everything, for a kernel that does not depend on the batch
 
@@ -67,7 +67,7 @@ class Call(NamedTuple):
 
     def variant(self, problem: PagedProblem, arch: str, multiprocessors: int) -> Variant | None:
         """The kernel, or None where the one for decoding takes all of it."""
-        if self.tokens < LEAST_ROWS or self.page < LEAST_PAGE or problem.layout != "rows":
+        if self.tokens < LEAST_ROWS or self.most_keys < 1 or self.page < LEAST_PAGE or problem.layout != "rows":
             return None
         mask, bounds = self.mask()
         dims = problem.head_dim, mask, problem.score, problem.head_dim_v
@@ -101,7 +101,7 @@ def plan(
     those of q and the output, None for contiguous ones."""
     k, v = pages
     (*batch, tokens, heads, _), sequences = q.shape, table.shape[0]
-    if not packed and len(batch) == 0:
+    if k.pages == 0 or (not packed and len(batch) == 0):
         return None
     most_keys = table.shape[1] * k.page
     call = Call(tokens, most_keys, heads, sequences, packed, k.page, *options)

@@ -55,12 +55,13 @@ def call(
     layout: str = "nhd",
     sequences: int = 2,
     most: int = 3,
+    pages: int = 6,
     **options: Any,
 ):
     """Of sequences with `tokens` queries each, or all of them together, and `most` pages at most."""
     shape = (tokens, HEADS, DIM) if packed else (sequences, tokens, HEADS, DIM)
     q = torch.zeros(shape, dtype=torch.bfloat16)
-    k, v = (torch.zeros(6, page, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.zeros(pages, page, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
     if layout == "hnd":
         k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
     elif layout == "vllm":
@@ -140,3 +141,9 @@ def test_outputs_are_the_same_for_both(launches: Launches) -> None:
     forward, decode = (launches.one(kind)[1] for kind in (Problem, PagedProblem))
     assert forward[4:6] == decode[4:6]  # the output and the LSEs
     assert 0 not in forward[4:6]
+
+
+@pytest.mark.parametrize("none", [{"most": 0}, {"pages": 0}])
+def test_without_a_page_or_an_entry_nothing_is_for_tma(launches: Launches, none: dict[str, int]) -> None:
+    call(LEAST_ROWS, **none)
+    assert kinds(launches) == {PagedProblem}
