@@ -221,7 +221,7 @@ class Load(Role):
         ahead = self.k.next(slot)
         self.k.acquire(ahead)
         self.k.load(ahead, work, self.tile(visits, position))
-        self.k.commit(ahead)
+        self.commit_k(ahead)
         self.load_v(work, visits, position - 1, slot, parity)
         return ahead
 
@@ -234,7 +234,7 @@ class Load(Role):
                 self.v.reclaim(position, parity)
         self.v.acquire(slot)
         self.v.load(slot, work, self.tile(visits, position))
-        self.v.commit(slot)
+        self.commit_v(slot)
 
     @program.jit
     def open(self, work: Work, q_slot: Slot, slot: Slot) -> None:
@@ -242,12 +242,89 @@ class Load(Role):
         too many, but issue it without a branch, which the compiler wants of accumulators in flight."""
         self.k.acquire(slot)
         self.k.load(slot, work, self.tile(self.visits(work), 0))
+        self.commit_k(slot)
+        self.load_q(work, q_slot)
+
+    def commit_k(self, slot: Slot) -> None:
         self.k.commit(slot)
+
+    def commit_v(self, slot: Slot) -> None:
+        self.v.commit(slot)
+
+    @program.jit
+    def load_q(self, work: Work, q_slot: Slot) -> None:
         for q in self.q:
             q.acquire(q_slot)
             q.post(q_slot, work)
             q.load(q_slot, work, work.q_tile)
             q.commit(q_slot)
+
+
+class JointLoad(Load):
+    """The producer where a tile takes more copies than one warp can issue in time: several warps, each of which loads
+    its pieces of every K and V tile. They go through the same program, and one of them, who `leads`, does what is done
+    once."""
+
+    leads: Any
+
+    @abstractmethod
+    def count(self) -> Any:
+        """Takes the number of the next work tile, or whatever says which one it is."""
+
+    @abstractmethod
+    def tell(self, number: Any) -> None:
+        """Writes it where all of them find it."""
+
+    @abstractmethod
+    def told(self) -> Any: ...
+
+    @abstractmethod
+    def nothing(self) -> Any:
+        """In the place of a number."""
+
+    @abstractmethod
+    def meet(self) -> None:
+        """A barrier of all of them (PTX: bar.sync)."""
+
+    @abstractmethod
+    def numbered(self, number: Any) -> Work:
+        """The work tile."""
+
+    @program.jit
+    def ask(self) -> Any:
+        number = self.nothing()
+        if self.leads:
+            number = self.count()
+        return number
+
+    @program.jit
+    def next_work(self, asked: Any) -> Work:
+        """Nobody is told of the next one before all have read this one."""
+        if self.leads:
+            self.tell(asked)
+        self.meet()
+        number = self.told()
+        self.meet()
+        return self.numbered(number)
+
+    @program.jit
+    def commit_k(self, slot: Slot) -> None:
+        """All bytes of the tile are announced; those that others copy may land before (PTX: mbarrier, tx-count)."""
+        if self.leads:
+            self.k.commit(slot)
+
+    @program.jit
+    def commit_v(self, slot: Slot) -> None:
+        if self.leads:
+            self.v.commit(slot)
+
+    @program.jit
+    def load_q(self, work: Work, q_slot: Slot) -> None:
+        if self.leads:
+            self.load_all_q(work, q_slot)
+
+    def load_all_q(self, work: Work, q_slot: Slot) -> None:
+        Load.load_q(self, work, q_slot)
 
 
 class Attend(Role):

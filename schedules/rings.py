@@ -235,6 +235,40 @@ class NumpyLendingRing(NumpyRing, LendingRing):
                 raise CountError(f"exit: {left}")
 
 
+class NumpyJointRing(NumpyLendingRing):
+    """A ring of K or V that several producer warps fill, each a share of the rows of every tile."""
+
+    producers: Sequence[str]
+
+    def load(self, slot: Slot, work: Any, tile: int) -> None:
+        here = self.at(slot)
+        me = self.machine.actor.name
+        self.machine.op(f"issue load {here.name}", tile)
+        if not here.written or me in here.written:  # whoever comes first begins a use of the slot
+            self.check_released(here)
+            here.owed, here.readers, here.written = set(self.consumers), set(), set()
+            here.buffer.tile, here.buffer.work = tile, work
+        elif (here.tile, here.work) != (tile, work):
+            self.machine.fail(TileError, f"the others load tile {here.tile} of {here.work}")
+        here.written.add(me)
+        rows, index, count = self.source(work, tile), self.producers.index(me), len(self.producers)
+        share = slice(index * len(rows) // count, (index + 1) * len(rows) // count)
+        self._copy_share(here, share, rows[share])
+        if len(here.written) == count:
+            here.tally(self.machine, issued=ELEMENT_BYTES * rows.size)
+
+    def _copy_share(self, here: RingSlot, share: slice, rows: np.ndarray) -> None:
+        part = Buffer(here.name, here.buffer.data[share], here.buffer.fence)
+
+        def effect() -> None:
+            part.data[:] = rows
+            here.full.complete_bytes(ELEMENT_BYTES * rows.size)
+            self.machine.retire([flight])
+
+        flight = self.machine.issue("tma", f"load {here.name}", here.tile, effect, writes=[part])
+        part.data[:] = math.nan
+
+
 class NumpyWorkRing(NumpyRing, WorkRing):
     """The ring of Q. What is posted beside Q becomes visible with the arrival of `commit` (PTX: mbarrier.arrive)."""
 

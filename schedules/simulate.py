@@ -16,9 +16,31 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from schedules.domain import DOMAINS, Bounds, Dense, Section, Visits, mask_of
-from schedules.forward import FLOOR, LARGE_PART, Attend, Load, Slot
-from schedules.machine import Buffer, CountError, Event, Fence, Flight, Machine, RangeError, TileError, Until, Wgmma
-from schedules.rings import Counts, NumpyLendingRing, NumpyRing, NumpyTurn, NumpyWorkRing, Source, Turnstile
+from schedules.forward import FLOOR, LARGE_PART, Attend, JointLoad, Load, Slot
+from schedules.machine import (
+    Buffer,
+    CountError,
+    Event,
+    Fence,
+    Flight,
+    Hazard,
+    Machine,
+    NamedBarrier,
+    RangeError,
+    TileError,
+    Until,
+    Wgmma,
+)
+from schedules.rings import (
+    Counts,
+    NumpyJointRing,
+    NumpyLendingRing,
+    NumpyRing,
+    NumpyTurn,
+    NumpyWorkRing,
+    Source,
+    Turnstile,
+)
 from schedules.scores import SCORES, Score, score_of
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
 from schedules.work import RaggedWork, Work, in_order, sequences, work_of
@@ -79,6 +101,42 @@ class NumpyLoad(Load):
 
     def tile(self, visits: Visits, position: int) -> int:
         return self.cta.domain.tile(visits, position)
+
+
+class NumpyJointLoad(JointLoad, NumpyLoad):
+    """One of several producer warps."""
+
+    cta: JointCta
+
+    def __init__(self, cta: JointCta, index: int) -> None:
+        NumpyLoad.__init__(self, cta)
+        self.leads = index == 0
+
+    def first_work(self) -> Work:
+        return self.cta.opening
+
+    def count(self) -> Work:
+        self.cta.machine.op("ask")
+        return next(self.cta.works)
+
+    def nothing(self) -> None:
+        return None
+
+    def tell(self, number: Work) -> None:
+        self.cta.machine.op("tell")
+        self.cta.told = number
+
+    def told(self) -> Work:
+        self.cta.machine.op("told")
+        if self.cta.told is None:
+            self.cta.machine.fail(Hazard, "nobody has told which work tile is next")
+        return self.cta.told
+
+    def meet(self) -> None:
+        self.cta.meeting.sync("meet", 32)
+
+    def numbered(self, number: Work) -> Work:
+        return number
 
 
 class NumpyAttend(Attend):
@@ -520,6 +578,10 @@ class Cta:
     def visits(self, work: Work | RaggedWork) -> Visits:
         return self.domain.visits(work.q_tile, self.bounds(work))
 
+    def producers(self) -> dict[str, Load]:
+        """By name."""
+        return {"load": self.load}
+
     def open_turns(self) -> None:
         """By the last warpgroup, before its program."""
         self.attend[-1].turn.seed()
@@ -534,13 +596,34 @@ class Cta:
             with np.errstate(all="ignore"):  # as on the chip, infinities and NaN spread in silence
                 role.run()
 
-        self.machine.spawn("load", self.load.run)
+        for producer, load in self.producers().items():
+            self.machine.spawn(producer, load.run)
         for name, role in zip(self.names, self.attend, strict=True):
             self.machine.spawn(name, lambda role=role: attend(role))  # type: ignore[misc]
         self.machine.run()
         for ring in (*self.q, self.k, self.v):
             ring.settle()
         self.turnstile.settle()
+
+
+class JointCta(Cta):
+    """With several producer warps."""
+
+    RING = LENDING_RING = NumpyJointRing
+    JOINT_LOAD: type[NumpyJointLoad] = NumpyJointLoad
+    WARPS = 4
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.opening = next(self.works)
+        self.told: Work | None = None
+        self.loads = {f"load{warp}": self.JOINT_LOAD(self, warp) for warp in range(self.WARPS)}
+        self.meeting = NamedBarrier(self.machine, "the producers' meeting", 32 * self.WARPS)
+        for ring in (self.k, self.v):
+            ring.producers = list(self.loads)  # type: ignore[attr-defined]
+
+    def producers(self) -> dict[str, Load]:
+        return dict(self.loads)
 
 
 class Result(NamedTuple):

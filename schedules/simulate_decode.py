@@ -21,7 +21,7 @@ from schedules.machine import Buffer, CountError, Event, Fence, Hazard, Machine,
 from schedules.rings import Counts, NumpyRing, NumpyWorkRing, RingSlot, Turnstile
 from schedules.scores import SCORES, Score, score_of
 from schedules.simulate import COSTS, NumpyAttend, Result
-from schedules.splits import Place, Rows, Split, Splitter, counters_needed, parts_needed, sides
+from schedules.splits import Line, Place, Rows, Split, Splitter, counters_needed, parts_needed, sides, together
 from schedules.tiling import WARPGROUP, BlockConfig
 
 AnyRing = TypeVar("AnyRing", bound="NumpyPagedRing")
@@ -119,13 +119,13 @@ class NumpySplitter(Splitter):
         """Q tiles of all sequences and heads."""
         return self.heads * sum(self.q_tiles(self.rows(batch)) for batch in range(self.batch.sequences))
 
-    def line(self) -> int:
-        return sum(self.units(batch) for batch in range(self.batch.sequences))
+    def line(self) -> Line:
+        return together(self.measure(batch) for batch in range(self.batch.sequences))
 
-    def seek(self, unit: int) -> tuple[int, int]:
+    def seek(self, unit: int, extra: int) -> tuple[int, int]:
         base = 0
         for batch in range(self.batch.sequences):
-            units = self.units(batch)
+            units = self.units(batch, extra)
             if unit < base + units:
                 return batch, base
             base += units

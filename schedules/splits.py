@@ -5,6 +5,10 @@ time and end at the same time. The tiles of all Q tiles stand in one line of `un
 sequence, and every CTA gets a segment of it, all of the same length but for one unit. A `Split` is what a segment has
 of a Q tile. It may be all of it. Otherwise each split leaves a part, and the CTA that is the last to do so merges them.
 
+Where all Q tiles have as many KV tiles, segments end where Q tiles do: a CTA then has one or more whole Q tiles, or one
+split of one, though a few CTAs may have nothing (`WORTH`). Otherwise a Q tile has a few units more than KV tiles
+(`EXTRA`), as who has many short ones takes longer.
+
 With a fixed number of splits a unit is a split, whose tiles depend on nothing but the Q tile: then a row of the output
 has the same bits whatever else is in the batch.
 
@@ -14,12 +18,15 @@ The lengths are on the device, and every CTA works its segment out for itself (`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from schedules import program
 from schedules.domain import Ascending, Bounds, Visits
 
 UNLIMITED = 1 << 29  # of a window's sides, and of lengths: three of them are added up in 32 bits
+EXTRA = 2  # units that a Q tile has besides its KV tiles, for the time that its begin and end take
+WORTH = 8  # units: what a CTA may have more than an even share, so that no Q tile is cut for others
 
 
 class Rows(NamedTuple):
@@ -32,10 +39,21 @@ class Rows(NamedTuple):
     seqlen_k: int
 
 
+class Line(NamedTuple):
+    """All sequences, for one head."""
+
+    units: int
+    q_tiles: int
+    widest: int  # the units of the Q tile that has most
+
+
 class Plan(NamedTuple):
-    """How the units are dealt out: to each of `ctas` a segment of `each`, to the first `more` one more."""
+    """How the units are dealt out: in stretches, of each to `ctas` a segment of `each`, to the first `more` one more.
+    One stretch is all units, or as many whole Q tiles as a CTA has, or one that is split."""
 
     line: int  # units of a head
+    extra: int  # those of a Q tile besides its KV tiles
+    stretch: int
     ctas: int
     each: int
     more: int
@@ -79,6 +97,12 @@ class Place(NamedTuple):
     counter: int  # of those that have left a part
 
 
+def together(lines: Iterable[Line]) -> Line:
+    """The line of all sequences, of those of each."""
+    each = list(lines)
+    return Line(sum(x.units for x in each), sum(x.q_tiles for x in each), max((x.widest for x in each), default=0))
+
+
 class Splitter(ABC):
     """Deals the units out. What a role carries are a `Plan` and a `Split`."""
 
@@ -97,35 +121,45 @@ class Splitter(ABC):
         """Of sequence `batch`."""
 
     @abstractmethod
-    def line(self) -> int:
-        """The units of all sequences, for one head."""
+    def line(self) -> Line:
+        """What there is."""
 
     @abstractmethod
-    def seek(self, unit: int) -> tuple[int, int]:
+    def seek(self, unit: int, extra: int) -> tuple[int, int]:
         """The sequence that has unit `unit` of a head, and that one's first unit."""
 
     @program.jit
     def plan(self) -> Plan:
         line = self.line()
-        total = line * self.heads
-        ctas = max(1, min(self.ctas, total))
-        each = total // ctas
-        more = total - each * ctas
-        begin = self.begin(self.cta, each, more)
-        end = self.begin(self.cta + 1, each, more)
-        return Plan(line, ctas, each, more, begin, end if self.cta < ctas and total > 0 else begin)
+        units, extra = line.units, EXTRA if self.splits == 0 else 0
+        stretch, ctas = units * self.heads, max(1, min(self.ctas, units * self.heads // (extra + 1)))
+        if self.splits == 0 and units > 0:
+            tiles, q_tiles = line.widest - extra, line.q_tiles * self.heads
+            whole = (q_tiles + self.ctas - 1) // self.ctas  # Q tiles of a CTA
+            cuts = max(1, min(self.ctas // q_tiles, tiles))
+            alike = units // line.widest == line.q_tiles and units % line.widest == 0
+            if alike and (whole * tiles + cuts - 1) // cuts <= q_tiles * tiles // self.ctas + WORTH:
+                units, extra, stretch, ctas = line.q_tiles * tiles, 0, whole * tiles, cuts
+        each = stretch // ctas
+        plan = Plan(units, extra, stretch, ctas, each, stretch - each * ctas, 0, 0)
+        begin = min(self.begin(plan, self.cta), units * self.heads)
+        end = min(self.begin(plan, self.cta + 1), units * self.heads)
+        return Plan(units, extra, stretch, ctas, each, stretch - each * ctas, begin, end)
 
     @program.jit
-    def begin(self, cta: int, each: int, more: int) -> int:
-        """The first unit of a CTA's segment."""
-        return cta * each + min(cta, more)
+    def begin(self, plan: Plan, cta: int) -> int:
+        """The first unit of a CTA's segment; behind all units for those that have none."""
+        at = cta % plan.ctas
+        return cta // plan.ctas * plan.stretch + at * plan.each + min(at, plan.more)
 
     @program.jit
     def owner(self, plan: Plan, unit: int) -> int:
         """The CTA that has it."""
+        stretch = unit // plan.stretch
+        inside = unit - stretch * plan.stretch
         longer = plan.more * (plan.each + 1)
-        shorter = plan.more + max(0, unit - longer) // max(1, plan.each)
-        return unit // (plan.each + 1) if unit < longer else shorter
+        shorter = plan.more + max(0, inside - longer) // max(1, plan.each)
+        return stretch * plan.ctas + (inside // (plan.each + 1) if inside < longer else shorter)
 
     @program.jit
     def bounds(self, rows: Rows | Split) -> Bounds:
@@ -156,22 +190,29 @@ class Splitter(ABC):
         return (rows.rows * self.group + self.tile_m - 1) // self.tile_m
 
     @program.jit
-    def width(self, rows: Rows) -> int:
+    def width(self, rows: Rows, extra: int) -> int:
         """Units of a Q tile: the same for all of a sequence's."""
-        return self.splits if self.splits > 0 else self.span(rows).total
+        return self.splits if self.splits > 0 else self.span(rows).total + extra
 
     @program.jit
-    def units(self, batch: int) -> int:
+    def units(self, batch: int, extra: int) -> int:
         """Of a sequence, for one head."""
         rows = self.rows(batch)
-        return self.width(rows) * self.q_tiles(rows)
+        return self.width(rows, extra) * self.q_tiles(rows)
+
+    @program.jit
+    def measure(self, batch: int) -> Line:
+        """The line of a sequence."""
+        rows = self.rows(batch)
+        width, q_tiles = self.width(rows, EXTRA), self.q_tiles(rows)
+        return Line(width * q_tiles, q_tiles, width if q_tiles > 0 else 0)
 
     @program.jit
     def first(self, plan: Plan) -> Split:
         split = self.none()
         if plan.begin < plan.end:
             head = plan.begin // plan.line
-            batch, base = self.seek(plan.begin - head * plan.line)
+            batch, base = self.seek(plan.begin - head * plan.line, plan.extra)
             split = self.cut(plan, plan.begin, head, batch, base + head * plan.line)
         return split
 
@@ -183,11 +224,11 @@ class Splitter(ABC):
         if unit < plan.end:
             if unit == (head + 1) * plan.line:
                 head, batch, base = head + 1, 0, unit
-            units = self.units(batch)
+            units = self.units(batch, plan.extra)
             while unit >= base + units:
                 base = base + units
                 batch = batch + 1
-                units = self.units(batch)
+                units = self.units(batch, plan.extra)
             following = self.cut(plan, unit, head, batch, base)
         return following
 
@@ -198,14 +239,14 @@ class Splitter(ABC):
     def cut(self, plan: Plan, unit: int, head: int, batch: int, base: int) -> Split:
         """What begins with `unit`, which is of sequence `batch`, whose first one is `base`."""
         rows = self.rows(batch)
-        span, width = self.span(rows), self.width(rows)
+        span, width = self.span(rows), self.width(rows, plan.extra)
         q_tile = 0
         if unit - base >= width:
             q_tile = (unit - base) // width
         at = (unit - base) - q_tile * width
         until = at + 1 if self.splits > 0 else min(width, at + plan.end - unit)
 
-        begin, end = at, until
+        begin, end = max(at - plan.extra, 0), max(until - plan.extra, 0)
         if self.splits > 0:
             begin, end = span.total * at // width, span.total * until // width
         visits, bounds = self.visits(rows, q_tile), self.bounds(rows)
@@ -230,7 +271,7 @@ class Splitter(ABC):
                 counter = self.owner(plan, row)
                 parts = self.owner(plan, row + split.width - 1) - counter + 1
                 own = 2 * self.cta + (0 if split.unit == plan.begin else 1)
-                first = 2 * counter + (0 if self.begin(counter, plan.each, plan.more) == row else 1)
+                first = 2 * counter + (0 if self.begin(plan, counter) == row else 1)
         return Place(parts, own, first, counter)
 
     @program.jit

@@ -19,6 +19,7 @@ ONES = 8  # the smallest step of a wgmma's N
 ROWS_PER_WARPGROUP = 64  # M of one wgmma
 SWIZZLE_BYTES = (128, 64, 32)  # of the rows of a block in shared memory
 ELEMENT_BYTES = 2
+TOLD_BYTES = 16  # of the number of the next work tile, where several producer warps need it
 POSTED_BYTES = 4 * max(len(RaggedWork._fields), len(Split._fields))  # a work tile beside Q, at most
 
 
@@ -155,7 +156,7 @@ class BlockConfig:
         """Shared memory of one CTA: the rings (O is staged in Q's or V's), their barriers and the work tiles posted."""
         q = self.q_stages * self.tile_m * self.head_dim * ELEMENT_BYTES
         kv = self.stages * self.tile_n * self.head_dim * ELEMENT_BYTES + self.value_slots.bytes
-        beside = 8 * self.barriers + POSTED_BYTES * self.q_slots
+        beside = 8 * self.barriers + POSTED_BYTES * self.q_slots + TOLD_BYTES
         return q + kv + 1024 * -(-beside // 1024)  # tiles are aligned to the 1024 bytes of a swizzle atom
 
     def check(self, chip: Chip) -> str | None:
@@ -343,19 +344,20 @@ SM90 = (
 
 TABLES = {"sm_90a": SM90}
 
-# For paged attention of a few queries: one warpgroup of 64 rows attends, one copies. Tiles of 32 KB, as many as fit:
-# what is in flight is to hide the memory's latency. Neither warpgroup gives registers away.
+# For paged attention of a few queries: one warpgroup of 64 rows attends, one copies. Tiles of 32 KB or so, of which so
+# many in flight hide the memory's latency (more make it longer, and the CTAs end less evenly: perf/NOTES.md). Neither
+# warpgroup gives registers away.
 _ONE = {"consumers": 1, "producer_registers": 248, "consumer_registers": 248}
-_PAGED_REASON = "as many stages as fit beside two Q slots"
+_PAGED_REASON = "128 KB of K and V in flight: with 96 or 192 KB 0.99 to 1.00 of that"
 PAGED_SM90 = tuple(
     Choice(BlockConfig(head_dim, tile_n, stages, q_stages=2, head_dim_v=head_dim_v, **_ONE), _PAGED_REASON)
     for head_dim, head_dim_v, tile_n, stages in (
-        (64, 0, 128, 6),
-        (128, 64, 64, 7),
-        (128, 0, 64, 6),
+        (64, 0, 128, 4),
+        (128, 64, 64, 5),
+        (128, 0, 64, 4),
         (192, 128, 64, 4),
-        (192, 0, 32, 7),
-        (256, 0, 32, 5),
+        (192, 0, 32, 5),
+        (256, 0, 32, 4),
     )
 )
 PAGED_TABLES = {"sm_90a": PAGED_SM90}
@@ -376,6 +378,12 @@ def rows(head_dim: int, arch: str, head_dim_v: int = 0, paged: bool = False) -> 
         raise LookupError(f"no block config of {arch} holds head dims {needed[0]} and {needed[1]}")
     narrowest = min((dims(row) for row in found), key=sum)
     return tuple(row for row in found if dims(row) == narrowest)
+
+
+def producer_warps(piece: int) -> int:
+    """How many share the copies of a tile, of `piece` keys each, or 0 for whole ones. D 128 has 32 of 16 keys, and is
+    0.89 as fast as with whole tiles if one warp issues them, 0.95 if four do; 8 of 64 keys are one warp's work."""
+    return 4 if 0 < piece < 64 else 1
 
 
 def for_pages(config: BlockConfig) -> BlockConfig:

@@ -53,7 +53,7 @@ PROBLEMS = (  # a single CTA computes all work tiles
     packed([(20, 30), (0, 5), (33, 50)], 3, 5, causal=True, heads=2, alibi=True),
 )
 SEEDS = range(4)
-SUBJECTS = (forward.Load, forward.Attend, forward.Ring)
+SUBJECTS = (forward.Load, forward.JointLoad, forward.Attend, forward.Ring)
 ALIKE = (  # one stands for the other, where both are bound
     ("q_slot", "slot", "ahead", "before", "stored"),
     ("tile", "position", "last", "index"),
@@ -126,17 +126,17 @@ HARMLESS = {
     ),
     "any other number says as much": ("Attend.run: storing = 1 as storing = 2",),
     "bytes may be announced before their copy is issued": (
-        "Load.load_v: v.commit(slot) before v.load(slot, work, tile(visits, position))",
-        "Load.pair: k.commit(ahead) before k.load(ahead, work, tile(visits, position))",
-        "Load.open: k.commit(slot) before k.load(slot, work, tile(visits(work), 0))",
-        "Load.open: q.commit(q_slot) before q.load(q_slot, work, work.q_tile)",
+        "Load.load_v: commit_v(slot) before v.load(slot, work, tile(visits, position))",
+        "Load.pair: commit_k(ahead) before k.load(ahead, work, tile(visits, position))",
+        "Load.open: commit_k(slot) before k.load(slot, work, tile(visits(work), 0))",
+        "Load.load_q: q.commit(q_slot) before q.load(q_slot, work, work.q_tile)",
     ),
     "K is announced later, but the slots that are waited for in between come free without it": (
-        "Load.pair: load_v(work, visits, position - 1, slot, parity) before k.commit(ahead)",
-        "Load.open: for q in q before k.commit(slot)",
+        "Load.pair: load_v(work, visits, position - 1, slot, parity) before commit_k(ahead)",
+        "Load.open: load_q(work, q_slot) before commit_k(slot)",
     ),
     "neither asks for the other": (
-        "Load.open: q.load(q_slot, work, work.q_tile) before q.post(q_slot, work)",
+        "Load.load_q: q.load(q_slot, work, work.q_tile) before q.post(q_slot, work)",
         "Load.load_v: v.acquire(slot) before if const_expr(lends)",
         "Attend.run: turn.take() before work = q.work(q_slot)",
         "Attend.run: leave_q(0, last, q_slot) before k.release(slot)",
@@ -228,6 +228,9 @@ class Mutant:
         methods = {self.method.name: namespace[self.method.name]}
         if self.subject is forward.Load:
             return broken(LOAD=type("Mutated", (simulate.NumpyLoad,), methods))
+        if self.subject is forward.JointLoad:
+            mutated = type("Mutated", (simulate.NumpyJointLoad,), methods)
+            return type("BrokenCta", (simulate.JointCta,), {"JOINT_LOAD": mutated})
         if self.subject is forward.Attend:
             return broken(ATTEND=type("Mutated", (simulate.NumpyAttend,), methods))
         return broken_rings(**methods)
@@ -293,8 +296,9 @@ def objection(cta: type[simulate.Cta]) -> Exception | None:
     return None
 
 
-def test_the_programs_themselves_raise_no_objection():
-    assert objection(simulate.Cta) is None
+@pytest.mark.parametrize("cta", [simulate.Cta, simulate.JointCta])
+def test_the_programs_themselves_raise_no_objection(cta):
+    assert objection(cta) is None
 
 
 @pytest.mark.parametrize("name", mutants())

@@ -53,6 +53,12 @@ PROBLEMS = (
     PagedProblem((Ask(0, 5), Ask(2, 40), Ask(1, 9)), packed=True, heads=3, kv_heads=3, multiprocessors=1),
     PagedProblem((Ask(0, 0),), packed=True, behind=1, multiprocessors=2),
     PagedProblem((Ask(0, 9),), packed=True),  # nothing to do
+    replace(MANY, multiprocessors=12, splits=2),
+    whole([64] * 3, multiprocessors=2),  # alike: two Q tiles, and one
+    whole([64] * 2, multiprocessors=7),  # three splits of each
+    whole([320] * 3, multiprocessors=5),  # whole Q tiles are just worth it
+    whole([336] * 3, multiprocessors=5),  # and just not
+    PagedProblem((Ask(1, 20), Ask(0, 60), Ask(1, 20)), packed=True, multiprocessors=3),  # alike, and one without a row
 )
 SEEDS = range(2)
 SUBJECTS = (decode.Fetch, decode.Decode, splits.Splitter)
@@ -97,8 +103,9 @@ LAST = "last = min((q_tile * tile_m + tile_m - 1) // group, last)"
 KEYS = "first_key, end_key = (max(domain.lo(first_query, bounds), 0), domain.hi(last_query, bounds))"
 VISITS = "visits, bounds = (visits(rows, q_tile), bounds(rows))"
 SPAN = "return domain.cut_rows(0, rows.seqlen_q - 1, bounds(rows))"
-OWNER = "return unit // (plan.each + 1) if unit < longer else shorter"
-SHORTER = "shorter = plan.more + max(0, unit - longer) // max(1, plan.each)"
+OWNER = "return stretch * plan.ctas + (inside // (plan.each + 1) if inside < longer else shorter)"
+SHORTER = "shorter = plan.more + max(0, inside - longer) // max(1, plan.each)"
+PLAN = "plan = Plan(units, extra, stretch, ctas, each, stretch - each * ctas, {})"
 SPLIT = "return Split(batch, head, q_tile, {}, *rows, *where, unit, unit + until - at, base, width)"
 PARTED = "if split.until - split.unit < split.width"
 PART = "return place.first + index if splits > 0 else shared"
@@ -135,7 +142,8 @@ HARMLESS = {
         "Decode.run: take_up(split) before place = splitter.place(plan, split)",
         "Decode.run: open(q_slot, slot) before take_up(split)",
         "Decode.run: q.release(q_slot) before v.release(slot)",
-        "Splitter.plan: end = begin(cta + 1, each, more) before begin = begin(cta, each, more)",
+        "Splitter.plan: end = min(begin(plan, cta + 1), units * heads)"
+        " before begin = min(begin(plan, cta), units * heads)",
         f"Splitter.cut: {VISITS} before if splits > 0",
         f"Splitter.cut: first_query, last_query = queries(rows, q_tile) before {VISITS}",
         f"Splitter.cut: begin = max(begin + span.first - visits.first, 0) before {KEYS}",
@@ -162,6 +170,12 @@ HARMLESS = {
     ),
     "the first of the shorter segments begins after as many longer ones": (
         f"Splitter.owner: {OWNER} as {OWNER.replace('<', '<=')}",
+    ),
+    "no Q tile has less than `EXTRA` units": (
+        "Splitter.plan: if splits == 0 and units > 0 as if splits == 0 and units > 1",
+    ),
+    "the segment is not read before it is known": tuple(
+        f"Splitter.plan: {PLAN.format('0, 0')} as {PLAN.format(other)}" for other in ("1, 0", "0, 1")
     ),
     "rows that are no queries are of no sequence, and have no keys": (
         "Splitter.bounds: return Bounds(rows.seqlen_q, rows.seqlen_k, left, right)"
@@ -234,13 +248,40 @@ class Watched(DecodeCta):
     def run(self) -> None:
         super().run()
         if self.machine.cta == 0:
-            loads = []
+            loads, right = [], shares(self.splitter)
             for cta in range(self.splitter.ctas):
                 self.splitter.cta = cta
                 plan = self.splitter.plan()
                 loads.append(plan.end - plan.begin)
-            if max(loads) - min(loads) > 1:
-                raise Unequal(f"units of the CTAs: {loads}")
+            if loads != right:
+                raise Unequal(f"units of the CTAs: {loads}, not {right}")
+
+
+def even(units: int, ctas: int) -> list[int]:
+    return [units // ctas + (cta < units % ctas) for cta in range(ctas)]
+
+
+def shares(splitter: Splitter) -> list[int]:
+    """How many units each CTA should have."""
+    tiles: list[int] = []  # of every Q tile
+    for batch in range(splitter.batch.sequences):
+        rows = splitter.rows(batch)
+        tiles += [Splitter.span(splitter, rows).total] * Splitter.q_tiles(splitter, rows)
+    tiles *= splitter.heads
+    if splitter.splits:
+        units = len(tiles) * splitter.splits
+        found = even(units, max(1, min(splitter.ctas, units)))
+    else:
+        whole = -(-len(tiles) // splitter.ctas)
+        cuts = min(splitter.ctas // len(tiles), tiles[0]) if 0 < len(tiles) < splitter.ctas else 1
+        longest = max(even(whole * tiles[0], cuts)) if tiles else 0
+        if tiles and len(set(tiles)) == 1 and longest <= sum(tiles) // splitter.ctas + splits.WORTH:
+            found = [min(whole, len(tiles) - first) * tiles[0] for first in range(0, len(tiles), whole)]
+            found = [share for q_tiles in found for share in even(q_tiles, cuts)]
+        else:
+            units = sum(tiles) + splits.EXTRA * len(tiles)
+            found = even(units, max(1, min(splitter.ctas, units // (splits.EXTRA + 1))))
+    return found + [0] * (splitter.ctas - len(found))
 
 
 def broken(**changes: Any) -> type[DecodeCta]:

@@ -10,7 +10,10 @@ import pytest
 
 from schedules.domain import Ascending
 from schedules.splits import (
+    EXTRA,
     UNLIMITED,
+    WORTH,
+    Line,
     Place,
     Plan,
     Rows,
@@ -19,6 +22,7 @@ from schedules.splits import (
     counters_needed,
     parts_needed,
     sides,
+    together,
 )
 
 TILE_M, TILE_N = 16, 16
@@ -38,13 +42,13 @@ class ListSplitter(Splitter):
         assert 0 <= batch < len(self.listed)
         return self.listed[batch]
 
-    def line(self) -> int:
-        return sum(self.units(batch) for batch in range(len(self.listed)))
+    def line(self) -> Line:
+        return together(self.measure(batch) for batch in range(len(self.listed)))
 
-    def seek(self, unit: int) -> tuple[int, int]:
+    def seek(self, unit: int, extra: int) -> tuple[int, int]:
         base = 0
         for batch in range(len(self.listed)):
-            units = self.units(batch)
+            units = self.units(batch, extra)
             if unit < base + units:
                 return batch, base
             base += units
@@ -138,10 +142,63 @@ def test_every_unit_comes_once_and_in_order(dealt):
             assert [plan.begin, plan.end] == ([found[0][0].unit, found[-1][0].until] if found else [plan.begin] * 2)
 
 
-def test_no_cta_has_more_than_a_unit_more_than_another(dealt):
+def test_no_cta_has_more_than_a_unit_more_than_another_of_the_same_stretch(dealt):
     for problem in dealt:
         loads = [plan.end - plan.begin for plan in problem.plans]
-        assert max(loads) - min(loads) <= 1 and loads == sorted(loads, reverse=True)
+        ctas, stretch = problem.plans[0].ctas, problem.plans[0].stretch
+        total = problem.plans[0].line * problem.splitter.heads
+        for begin in range(0, total // stretch * ctas if stretch else 0, ctas):
+            mine = loads[begin : begin + ctas]
+            assert sum(mine) == stretch and max(mine) - min(mine) <= 1 and mine == sorted(mine, reverse=True)
+        assert max(loads) <= total // problem.splitter.ctas + WORTH
+
+
+def test_where_q_tiles_are_alike_segments_end_where_they_do(dealt):
+    """If that leaves no CTA much more than an even share. A stretch is all units otherwise."""
+    alike = 0
+    for problem in dealt:
+        splitter, plan = problem.splitter, problem.plans[0]
+        widths = {split.width for split, _ in sum(problem.found, [])}
+        total = plan.line * splitter.heads
+        if splitter.splits or len(widths) != 1:
+            assert plan.stretch == total
+            continue
+        width = widths.pop()
+        whole, splits = -(-problem.q_rows // splitter.ctas), min(width, max(1, splitter.ctas // problem.q_rows))
+        worth = -(-whole * width // splits) <= total // splitter.ctas + WORTH
+        alike += worth
+        assert plan.stretch == (whole * width if worth else total)
+        for found in problem.found:
+            assert not worth or len(found) <= 1 or all(place.parts == 1 for _, place in found)
+    assert alike > 30
+
+
+def shares(lengths: list[int], heads: int, ctas: int) -> tuple[Plan, list[list[tuple[int, int]]]]:
+    """Of sequences of so many tiles: the units of each split, and how many parts its Q tile has."""
+    listed = [Rows(entry, entry, 1, 1, tiles * TILE_N) for entry, tiles in enumerate(lengths)]
+    splitter = ListSplitter(listed, heads, 1, sides(False, None, None), 0, ctas)
+    walks = [splitter.walk(cta) for cta in range(ctas)]
+    return walks[0][0], [[(split.until - split.unit, place.parts) for split, place in found] for _, found in walks]
+
+
+def test_sequences_of_a_length_are_whole():
+    """16 of them on 132 multiprocessors leave 4 idle, which would have had 62 tiles each where 128 have 64."""
+    plan, found = shares([64] * 16, heads=8, ctas=132)
+    assert found == [[(64, 1)]] * 128 + [[]] * 4
+    assert shares([64] * 64, heads=8, ctas=132)[1] == [[(64, 1)] * 4] * 128 + [[]] * 4
+    assert shares([8] * 5, heads=1, ctas=2)[1] == [[(8, 1)] * 3, [(8, 1)] * 2], "the last CTA may have less"
+
+
+def test_one_long_sequence_is_cut_into_equal_splits():
+    assert shares([128], heads=8, ctas=132)[1] == [[(8, 16)]] * 128 + [[]] * 4
+    assert [found for found in shares([129], heads=8, ctas=132)[1] if found] == ([[(9, 16)]] + [[(8, 16)]] * 15) * 8
+
+
+@pytest.mark.parametrize("lengths", [[128] * 128, [64] * 15 + [63], [500, 1]])
+def test_where_that_costs_too_much_or_lengths_differ_shares_are_even(lengths):
+    plan, found = shares(lengths, heads=8, ctas=132)
+    loads = [sum(units for units, _ in each) for each in found]
+    assert plan.stretch == 8 * sum(tiles + EXTRA for tiles in lengths) and min(loads) + 1 >= max(loads)
 
 
 def test_the_owner_of_a_unit_is_the_cta_that_has_it(dealt):
@@ -242,14 +299,14 @@ def test_without_a_row_there_is_no_unit():
 
 
 def test_the_tiles_of_a_long_sequence_are_dealt_out_evenly():
-    """33 tiles over 4 CTAs, and the second sequence, of one, is whole."""
+    """33 tiles over 4 CTAs, and the second sequence, of one, is whole. Each of both counts as two tiles more."""
     splitter = ListSplitter([Rows(0, 0, 1, 1, 33 * TILE_N), Rows(1, 1, 1, 1, 5)], 1, 1, sides(True, None, None), 0, 4)
     walks = [splitter.walk(cta)[1] for cta in range(4)]
     assert [[(split.batch, split.begin, split.end) for split, _ in found] for found in walks] == [
-        [(0, 0, 9)],
-        [(0, 9, 18)],
-        [(0, 18, 26)],
-        [(0, 26, 33), (1, 0, 1)],
+        [(0, 0, 8)],
+        [(0, 8, 18)],
+        [(0, 18, 27)],
+        [(0, 27, 33), (1, 0, 1)],
     ]
     assert [place for _, place in walks[2]] == [Place(parts=4, own=4, first=0, counter=0)]
     assert walks[3][1][1].parts == 1

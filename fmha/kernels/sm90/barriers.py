@@ -10,7 +10,7 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from schedules.forward import LendingRing, Ring, Slot, Turn, WorkRing
-from schedules.tiling import WARPGROUP
+from schedules.tiling import WARPGROUP, producer_warps
 from schedules.work import RaggedWork, Work
 
 
@@ -79,11 +79,13 @@ class Table(NamedTuple):
 
 class PagedCopy(RaggedCopy):
     """The same of K or V in pages, of `piece` slots or more: a tile is put together from pieces, each a sequence of so
-    many rows of which those behind the last key are zeros. A page is an entry of the tensor."""
+    many rows of which those behind the last key are zeros. A page is an entry of the tensor. Of several producer warps
+    each copies every so many-th piece."""
 
     def __init__(self, atom, slots: cute.Tensor, tensor: cute.Tensor, cut, units, table: Table, piece: int) -> None:
         """`cut` is that of whole tiles."""
         self.piece = piece
+        self.warps = producer_warps(piece)
         tile, self.by = cut
         self.keys = tile[0 if self.by[0] is None else 1]
         cut = tuple(piece if by is None else dims for by, dims in zip(self.by, tile, strict=False))
@@ -118,17 +120,33 @@ class PagedCopy(RaggedCopy):
 
     def copy_pieces(self, first: Int32, head: Int32, place: Int32, barrier: cute.Pointer, pages: Int32, end) -> None:
         """Those of the keys from `first` on, up to key `end` if that is not None."""
+        pieces = self.keys // self.piece
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) if self.warps > 1 else 0
+        for step in range(0, pieces, self.warps):
+            to = place, barrier, pages
+            if step + self.warps <= pieces:
+                self.copy_piece(first, head, to, end, warp + step)
+            else:
+                self.copy_last(first, head, to, end, warp + step)
+
+    @cute.jit
+    def copy_last(self, first: Int32, head: Int32, to, end, piece: Int32):
+        """A piece, if the tile has it."""
+        if piece < self.keys // self.piece:
+            self.copy_piece(first, head, to, end, piece)
+
+    def copy_piece(self, first: Int32, head: Int32, to, end, piece: Int32) -> None:
+        place, barrier, pages = to
         of_row, of_entry = self.units
         mask = (Int32(1) << self.table.shift) - 1
-        for piece in range(self.keys // self.piece):
-            page, key = cute.arch.shuffle_sync(pages, piece), first + piece * self.piece
-            count = self.piece if end is None else cutlass.min(cutlass.max(end - key, 0), self.piece)
-            before = self.ROWS - count
-            first_two = (before, 0) if self.by[0] is None else (0, before)
-            behind = ((key & mask) + count) * of_row + page * of_entry
-            here = cute.domain_offset((*first_two, behind, self.ROWS, 0), self.tensor)
-            source = self.partition(here)[1][None, 0, 0, 0, head]
-            cute.copy(self.atom, source, self.shared[None, piece, place], tma_bar_ptr=barrier)
+        page, key = cute.arch.shuffle_sync(pages, piece), first + piece * self.piece
+        count = self.piece if end is None else cutlass.min(cutlass.max(end - key, 0), self.piece)
+        before = self.ROWS - count
+        first_two = (before, 0) if self.by[0] is None else (0, before)
+        behind = ((key & mask) + count) * of_row + page * of_entry
+        here = cute.domain_offset((*first_two, behind, self.ROWS, 0), self.tensor)
+        source = self.partition(here)[1][None, 0, 0, 0, head]
+        cute.copy(self.atom, source, self.shared[None, piece, place], tma_bar_ptr=barrier)
 
     @cute.jit
     def look_up(self, work: RaggedWork, tile: Int32) -> Int32:

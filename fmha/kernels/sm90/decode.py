@@ -434,11 +434,12 @@ class Cta:
         if cute.arch.thread_idx()[0] == 0:
             self.init_barriers()
         cute.arch.sync_threads()
+        splitter = self.fetch.splitter
+        self.fetch.pages.prefetch(splitter.sequences, splitter.seq_lens)
         # The kernel before may still be running, and what it writes is read from here on. The one behind is told that
         # its CTAs may start wherever those of this one have ended: it will wait at the same place.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        self.fetch.pages.prefetch(self.fetch.splitter.sequences)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < WARPS:
             self.fetch.run()
         else:

@@ -38,9 +38,16 @@ from fmha.kernels.sm90 import softmax, wgmma
 from fmha.kernels.sm90.barriers import Copy, PagedCopy, PingPong, QueryRing, RaggedCopy, Table, TileRing, ValueRing
 from fmha.kernels.sm90.listing import THREADS, Lengths, List, RaggedGrid
 from schedules.domain import DOMAINS, Bounds, Section, Visits
-from schedules.forward import FLOOR, LARGE_PART, Attend, Load, Slot
+from schedules.forward import FLOOR, LARGE_PART, Attend, JointLoad, Load, Slot
 from schedules.scores import SCORES
-from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
+from schedules.tiling import (
+    ELEMENT_BYTES,
+    ROWS_PER_WARPGROUP,
+    TOLD_BYTES,
+    WARPGROUP,
+    BlockConfig,
+    producer_warps,
+)
 from schedules.work import RaggedWork, Work, work_of
 
 LN2 = math.log(2.0)
@@ -82,6 +89,44 @@ class TmaLoad(Load):
 
     def tile(self, visits: Visits, position: int) -> int:
         return self.domain.tile(visits, position)
+
+
+class TmaJointLoad(JointLoad, TmaLoad):
+    """One of several producer warps, of which each copies its pieces of every tile."""
+
+    def __init__(self, rings, lends, domain, grid, told: cute.Tensor, warpgroups: int, warps: int) -> None:
+        TmaLoad.__init__(self, rings, lends, domain, grid)
+        self.leads = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
+        self.told_at = told  # in shared memory
+        self.barrier = PingPong.FIRST + 2 * warpgroups  # behind those of turns and of O's
+        self.warps = warps
+
+    @cute.jit
+    def count(self):
+        number = Int32(0)
+        if self.lane == 0:
+            number = self.grid.count()
+        return number
+
+    def nothing(self) -> Int32:
+        return Int32(0)
+
+    @cute.jit
+    def tell(self, number: Int32):
+        if self.lane == 0:
+            self.write(number)
+
+    def write(self, number: Int32) -> None:
+        self.told_at[0] = number
+
+    def told(self) -> Int32:
+        return self.told_at[0]
+
+    def meet(self) -> None:
+        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=32 * self.warps)
+
+    def numbered(self, number: Int32) -> RaggedWork:
+        return self.grid.work_taken(number)
 
 
 class Grid:
@@ -548,6 +593,7 @@ class ForwardKernel:
         paged: int = 0,
     ) -> None:
         self.paged = paged
+        self.producers = producer_warps(paged)
         self.dtype = dtype
         self.score = SCORES[score]
         self.ragged = ragged
@@ -687,6 +733,8 @@ class ForwardKernel:
         allocator = SmemAllocator()
         barriers = allocator.allocate_array(cutlass.Int64, self.config.barriers)
         posted = allocator.allocate_tensor(Int32, cute.make_layout((len(self.work._fields), self.config.q_slots)), 16)
+        joint = self.producers > 1
+        told = allocator.allocate_tensor(Int32, cute.make_layout(1), TOLD_BYTES) if const_expr(joint) else None
         shared, value_bytes = self._shared_memory(allocator, layouts)
         *operands, so = shared
         copies = self._copies(atoms, tensors, shared, units, table)
@@ -705,6 +753,9 @@ class ForwardKernel:
             (self, (q_rings[-1], k, v), turn, self._operands(*operands), store, grid, Logits(*logits), index),
             ((q_rings[:-1], k, v), self.config.lends, self.domain, grid),
         )
+        if const_expr(joint):
+            beside = told, self.config.consumers, self.producers
+            load = TmaJointLoad((q_rings[:-1], k, v), self.config.lends, self.domain, grid, *beside)
         Cta(self.config, (*q_rings[:-1], k, v), turn, load, attend).run(value_bytes)
 
     def _roles(self, attend, load) -> tuple[WgmmaAttend, TmaLoad]:
@@ -824,7 +875,7 @@ class Cta:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
-            if warp_index == 0:
+            if warp_index < self.attend.kernel.producers:
                 self.load.run()
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)

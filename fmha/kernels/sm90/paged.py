@@ -19,7 +19,7 @@ from fmha.kernels.sm90.barriers import QueryRing, TmaRing
 from fmha.kernels.sm90.listing import read
 from schedules.decode import PagedRing
 from schedules.forward import Slot
-from schedules.splits import Rows, Split, Splitter
+from schedules.splits import Line, Rows, Split, Splitter
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
 
 CHUNK = 8  # elements of 16 bytes
@@ -331,13 +331,15 @@ class Pages:
         return found
 
     @cute.jit
-    def prefetch(self, sequences: Int32):
-        """A small table comes into L2 while the lengths are read, which say what of it is needed: a line a thread, by
-        all threads of all CTAs together."""
+    def prefetch(self, sequences: Int32, seq_lens: Int64):
+        """The lengths, and a small table of pages, come into L2 before they are asked for: a line a thread, by all
+        threads of all CTAs together. Who writes them may still be running; that is no matter in L2."""
         line = cute.arch.block_idx()[0] * cute.arch.block_dim()[0] + cute.arch.thread_idx()[0]
         lines = (sequences * self.table_row + LINE_WORDS - 1) // LINE_WORDS
         if line < lines and lines <= PREFETCHED:
             prefetch(self.table + Int64(line) * (4 * LINE_WORDS))
+        if line < (sequences + LINE_WORDS - 1) // LINE_WORDS:
+            prefetch(seq_lens + Int64(line) * (4 * LINE_WORDS))
 
 
 class WarpSplitter(Splitter):
@@ -374,23 +376,29 @@ class WarpSplitter(Splitter):
         return Rows(entry, start, end - start, queries, keys)
 
     @cute.jit
-    def line(self) -> Int32:
-        units = Int32(0)
-        for first in cutlass.range(cute.arch.lane_idx(), self.sequences, 32, unroll=1):
-            units = units + self.units(first)
+    def line(self) -> Line:
+        units, q_tiles, widest = Int32(0), Int32(0), Int32(0)
+        for batch in cutlass.range(cute.arch.lane_idx(), self.sequences, 32, unroll=1):
+            found = self.measure(batch)
+            units, q_tiles = units + found.units, q_tiles + found.q_tiles
+            widest = cutlass.max(widest, found.widest)
         units = cute.arch.warp_redux_sync(units, "add")
+        q_tiles = cute.arch.warp_redux_sync(q_tiles, "add")
+        widest = cute.arch.warp_redux_sync(widest, "max")
         # Sequences overlap, and their parts have no room: no work.
-        return Int32(0) if self.splits > 0 and Int64(units) * self.heads > Int64(self.parts) else units
+        if self.splits > 0 and Int64(units) * self.heads > Int64(self.parts):
+            units = Int32(0)
+        return Line(units, q_tiles, widest)
 
     @cute.jit
-    def seek(self, unit: Int32) -> tuple[Int32, Int32]:
+    def seek(self, unit: Int32, extra: Int32) -> tuple[Int32, Int32]:
         lane = cute.arch.lane_idx()
         batch, base, before = Int32(0), Int32(0), Int32(0)
         for first in cutlass.range(0, self.sequences, 32, unroll=1):
             if before <= unit:
                 units = Int32(0)
                 if first + lane < self.sequences:
-                    units = self.units(first + lane)
+                    units = self.units(first + lane, extra)
                 end = units
                 for step in cutlass.range_constexpr(5):
                     other = cute.arch.shuffle_sync_up(end, offset=1 << step, mask_and_clamp=0)
