@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -42,7 +42,7 @@ from schedules.rings import (
     Turnstile,
 )
 from schedules.scores import SCORES, Score, score_of
-from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
+from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig, TmemConfig
 from schedules.work import RaggedWork, Work, in_order, sequences, work_of
 
 AnyRing = TypeVar("AnyRing", bound=NumpyRing)
@@ -436,7 +436,7 @@ class Tensors:
         self.lse = np.full((self.batch, self.heads, self.seqlen_q), math.nan)
         self.writes = {"o": np.zeros(self.lse.shape, int), "lse": np.zeros(self.lse.shape, int)}
 
-    def check(self, config: BlockConfig) -> None:
+    def check(self, config: BlockConfig | TmemConfig) -> None:
         kv_shape = (self.batch, self.seqlen_k, self.kv_heads)
         alike = self.k.shape == (*kv_shape, self.head_dim) and self.v.shape[:3] == kv_shape
         if not alike or self.heads % self.kv_heads:
@@ -647,12 +647,12 @@ def forward(
     alibi_slopes: np.ndarray | None = None,
     cu_seqlens: tuple[Sequence[int], Sequence[int]] | None = None,
     seqused: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
-    config: BlockConfig = SMALL,
+    config: BlockConfig | TmemConfig = SMALL,
     head_group: int = 1,
     multiprocessors: int = 2,
     seed: int = 0,
     policy: str = "random",
-    cta: type[Cta] = Cta,
+    cta: Callable[..., Any] = Cta,
 ) -> Result:
     """Attention by the role programs of `schedules.forward`, on a CPU.
 

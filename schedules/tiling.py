@@ -235,6 +235,35 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class TmemConfig:
+    """How one cubin computes whose accumulators are in tensor memory (`schedules.forward_tmem`): part of the cache key.
+    Lengths in elements."""
+
+    head_dim: int  # of the tile; a smaller head dim is padded with zeros by TMA, in shared memory only
+    tile_n: int  # keys per tile
+    stages: int  # of the K ring and of the V ring
+    q_stages: int  # of the ring of each Q tile
+    o_stages: int  # Q tiles of O on their way to global memory
+    softmax_registers: int  # setmaxnreg, per thread, of the two warpgroups of the softmax,
+    correct_registers: int  # of the one that corrects O,
+    other_registers: int  # and of the warps that load, multiply and store
+    # Of 128 exponentials those that the FMA pipe computes, by a polynomial.
+    polynomials: int = 0
+    rescale_above: float = 8.0  # log2; by how much a row's maximum outgrows its reference before O shrinks
+    head_dim_v: int = 0  # of V and O, 0 where it is that of Q and K; padded like it
+    q_rows: int = 128  # of one of the two Q tiles
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows per CTA."""
+        return 2 * self.q_rows
+
+
+@dataclass(frozen=True)
 class Extent:
     """What of a call decides between the rows of a head dim. ValueError for an unknown mask and for a size that is not
     positive."""

@@ -12,7 +12,7 @@ import numpy as np
 from schedules import simulate
 from schedules.machine import Machine
 from schedules.rings import Counts, NumpyLendingRing, NumpyRing, NumpyWorkRing
-from schedules.tiling import BlockConfig
+from schedules.tiling import BlockConfig, TmemConfig
 
 ADVERSARIES = ("eager", "lazy", "random")
 
@@ -34,6 +34,11 @@ class SmallBlock(BlockConfig):
 def small(consumers: int = 2, stages: int = 2, q_stages: int = 2, tile_n: int = 16, **changes) -> SmallBlock:
     rest = {"head_dim": 16, "producer_registers": 24, "consumer_registers": 240, **changes}
     return SmallBlock(tile_n=tile_n, stages=stages, q_stages=q_stages, consumers=consumers, **rest)
+
+
+def tmem(stages: int = 2, q_stages: int = 1, o_stages: int = 1, tile_n: int = 16, **changes) -> TmemConfig:
+    rest = {"head_dim": 16, "softmax_registers": 192, "correct_registers": 80, "other_registers": 48, **changes}
+    return TmemConfig(tile_n=tile_n, stages=stages, q_stages=q_stages, o_stages=o_stages, q_rows=8, **rest)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Problem:
     head_dim: int = 8
     scale: float | None = None
     spread: float = 6.0  # of the scores: enough to make row maxima grow past the threshold
-    config: BlockConfig = small()
+    config: BlockConfig | TmemConfig = small()
     softcap: float | None = None
     sinks: bool = False
     alibi: bool = False

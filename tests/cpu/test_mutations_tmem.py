@@ -1,0 +1,259 @@
+"""Can the simulator of tensor memory fail? Each statement of `schedules.forward_tmem` is broken in turn, as
+`tests.cpu.test_mutations` breaks those of `schedules.forward`, and so is each count of a barrier.
+
+    python -m tests.cpu.test_mutations_tmem        prints what becomes of each
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from schedules import forward_tmem, simulate_tmem
+from schedules.machine import ScheduleError
+from schedules.simulate_tmem import ClockedRing, ClockedSignal, TmemCta
+from tests.cpu.mutations import Alike, changes, written_methods
+from tests.cpu.simulation import ADVERSARIES, Problem, WrongNumbers, packed, run, tmem
+
+PROBLEMS = (  # a single CTA computes all work tiles
+    Problem(30, 83, heads=3, config=tmem()),  # five body tiles and a tail
+    Problem(70, 90, causal=True, config=tmem(stages=1)),
+    Problem(40, 100, causal=True, heads=2, spread=20.0, config=tmem(stages=3, q_stages=2, o_stages=2)),
+    Problem(20, 10, heads=3, config=tmem()),  # a single tile each
+    Problem(20, 25, heads=2, config=tmem(o_stages=2)),  # two
+    Problem(16, 16, causal=True, heads=2, config=tmem(q_stages=2)),  # a single one, of which every query sees a part
+    Problem(60, 120, window=(70, 10), config=tmem()),  # two or three tiles in every section
+    Problem(50, 60, window=(3, 2), config=tmem(), softcap=5.0),  # narrower than a tile: no body
+    Problem(40, 130, True, (60, None), config=tmem(), softcap=5.0, sinks=True, alibi=True),
+    Problem(40, 100, heads=2, alibi=True, config=tmem(stages=3)),
+    Problem(60, 120, window=(70, 30), alibi=True, config=tmem(o_stages=2)),  # from the nearest tile on
+    packed([(20, 30), (0, 5), (33, 50)], 3, 5, causal=True, heads=2, alibi=True, config=tmem()),
+)
+SEEDS = range(3)
+SUBJECTS = (forward_tmem.Multiply, forward_tmem.Softmax, forward_tmem.Correct, forward_tmem.Store)
+ATTRIBUTES = dict(zip(SUBJECTS, ("MULTIPLY_ROLE", "SOFTMAX", "CORRECT", "STORE"), strict=True))
+ROLES = dict(
+    zip(
+        SUBJECTS,
+        (
+            simulate_tmem.NumpyMultiply,
+            simulate_tmem.NumpySoftmax,
+            simulate_tmem.NumpyCorrect,
+            simulate_tmem.NumpyStore,
+        ),
+        strict=True,
+    )
+)
+ALIKE = Alike(
+    (
+        ("q_slot", "slot", "ahead", "note"),
+        ("position", "last"),
+        ("parity", "done"),
+        ("visits.right", "visits.left"),
+        ("Section.BODY", "Section.RIGHT", "Section.LEFT"),
+        ("sections[0]", "sections[1]"),
+        ("self.k", "self.v"),
+        ("self.scores[i]", "self.weights[i]", "self.outputs[i]"),
+        ("self.scores[self.index]", "self.weights[self.index]"),
+    ),
+    {"parity": "parity ^ 1", "done": "done ^ 1", "self.index": "0"},
+)
+SECTIONS = "sections = ({}) if const_expr(nearest_first) else ({})"
+NEAREST, FROM_LEFT = "Section.RIGHT, Section.BODY", "Section.BODY, Section.RIGHT"
+WHOLE = SECTIONS.format(NEAREST, FROM_LEFT)
+INNER = "inner = visits.right if const_expr(nearest_first) else visits.total - visits.right - visits.left"
+LEFT = "if const_expr(Section.LEFT in domain.sections)"
+
+
+def sections(nearest: str = NEAREST, from_left: str = FROM_LEFT) -> str:
+    return f"Softmax.run: {WHOLE} as {SECTIONS.format(nearest, from_left)}"
+
+
+HARMLESS: dict[str, tuple[str, ...]] = {
+    "K and V have as many stages": (
+        "Multiply.run: slot = k.first() as slot = v.first()",
+        "Multiply.run: ahead = k.next(slot) as ahead = v.next(slot)",
+        "Multiply.run: slot = k.next(slot) as slot = v.next(slot)",
+    ),
+    "before the first work tile every slot is Slot(0, 0)": (
+        "Multiply.run: work = open(q_slot, slot) as work = open(slot, slot)",
+        "Multiply.run: work = open(q_slot, slot) as work = open(q_slot, q_slot)",
+        "Softmax.run: work = begin(q_slot) as work = begin(note)",
+        "Correct.run: work = begin(q_slot) as work = begin(slot)",
+        "Correct.run: work = begin(q_slot) as work = begin(note)",
+        "Store.run: work = begin(q_slot) as work = begin(slot)",
+    ),
+    "a ring of one slot has it whatever the parity": (
+        "Softmax.run: note = factors[index].next(note) before factors[index].commit(note)",
+        "Correct.run: correct(i, note, position) as correct(i, slot, position)",
+    ),
+    "neither asks for the other": (
+        "Multiply.run: v.wait(slot) before k.wait(ahead)",
+        "Multiply.run: k.release(ahead) before v.release(slot)",
+        "Multiply.run: v.wait(slot) before for i in PAIR",
+        "Multiply.open: k.wait(slot) before work = q[0].work(q_slot)",
+        f"Softmax.run: work = begin(q_slot) before {WHOLE}",
+        f"Softmax.run: take_up(work) before {INNER}",
+        "Softmax.run: start() before take_up(work)",
+        "Softmax.step: scores[index].wait(parity) before tile = domain.tile(visits, position)",
+        "Softmax.step: factors[index].acquire(note) before row_max()",
+        "Correct.run: outputs[i].wait(done) before factors[i].release(note)",
+        "Correct.run: staged.acquire(slot) before hand_over()",
+    ),
+    "the factors are told later, or kept longer": (
+        "Softmax.step: exponents(tile) before factors[index].commit(note)",
+        "Correct.correct: if shrinks and position > 0 before factors[i].release(note)",
+    ),
+    "what is done to plain scores changes none": ("Softmax.step: if const_expr(not score.plain) as if True",),
+    "the mask of a body tile masks nothing": (
+        "Softmax.step: if const_expr(section is not Section.BODY) as if True",
+        sections(from_left="Section.RIGHT, Section.RIGHT"),
+        sections(from_left="Section.LEFT, Section.RIGHT"),
+        sections(nearest="Section.RIGHT, Section.RIGHT"),
+        sections(nearest="Section.RIGHT, Section.LEFT"),
+    ),
+    "no key of a tile on the right lies before a row's first": (
+        sections(from_left="Section.BODY, Section.LEFT"),
+        sections(nearest="Section.LEFT, Section.BODY"),
+    ),
+    "without a left section there is no tile in it": (
+        f"Softmax.run: {LEFT} as if True",
+        f"Softmax.run: {LEFT} as if const_expr(Section.BODY in domain.sections)",
+        f"Softmax.run: {LEFT} as if const_expr(Section.RIGHT in domain.sections)",
+    ),
+    "O may always shrink, and the first PV writes over whatever it was": (
+        "Correct.correct: if shrinks and position > 0 as if True",
+    ),
+}
+REASONS = {name: reason for reason, names in HARMLESS.items() for name in names}
+
+
+def broken(**changed: Any) -> type[TmemCta]:
+    return type("BrokenCta", (TmemCta,), changed)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A method of `subject`, changed."""
+
+    subject: type
+    method: ast.FunctionDef
+
+    def cta(self) -> type[TmemCta]:
+        namespace = dict(vars(forward_tmem))
+        exec(compile(ast.fix_missing_locations(ast.Module([self.method], [])), "<mutant>", "exec"), namespace)
+        role = type("Mutated", (ROLES[self.subject],), {self.method.name: namespace[self.method.name]})
+        return broken(**{ATTRIBUTES[self.subject]: role})
+
+
+@cache
+def mutants() -> dict[str, Mutant]:
+    """Every mutant by its name: class, method, what was changed and, if that is not unique, which time."""
+    found: dict[str, Mutant] = {}
+    times: Counter[str] = Counter()
+    for subject in SUBJECTS:
+        for method in written_methods(subject):
+            for change, mutated in changes(method, ALIKE):
+                name = f"{subject.__name__}.{method.name}: {change}"
+                times[name] += 1
+                found[name if times[name] == 1 else f"{name}  [{times[name]}]"] = Mutant(subject, mutated)
+    return found
+
+
+def miscounted(name: str, which: str, change: int) -> type[TmemCta]:
+    """A CTA one of whose barriers counts other arrivals than there are: of rings and signals called `name`..."""
+
+    class Ring(ClockedRing):
+        def __init__(self, cta: Any, ring: str, *rest: Any) -> None:
+            super().__init__(cta, ring, *rest)
+            if ring.startswith(name):
+                for barrier in getattr(self, which):
+                    barrier.count += change
+                    barrier.pending += change
+
+    class Signal(ClockedSignal):
+        def __init__(self, cta: Any, signal: str, count: int) -> None:
+            super().__init__(cta, signal, count + (change if signal.startswith(name) else 0))
+
+    return broken(RING=Ring, SIGNAL=Signal)
+
+
+def counts() -> dict[str, type[TmemCta]]:
+    rings = ("Q0", "Q1", "K", "V", "factors0", "factors1", "staged O")
+    signals = ("S0", "S1", "P0", "P1", "O0", "O1")
+    found = {}
+    for change in (-1, 1):
+        for name in signals:
+            found[f"{name}: {change:+} arrivals"] = miscounted(name, "", change)
+        for name in rings:
+            for which in ("full", "empty"):
+                found[f"{name} {which}: {change:+} arrivals"] = miscounted(name, which, change)
+    return found
+
+
+found: Counter[str] = Counter()
+
+
+def objection(cta: type[TmemCta]) -> Exception | None:
+    """The first thing that goes wrong with `cta`, over all seeds, policies and problems."""
+    for seed in SEEDS:
+        for policy in ADVERSARIES:
+            for problem in PROBLEMS:
+                try:
+                    run(problem, seed, policy, cta=cta, multiprocessors=1)
+                except (ScheduleError, WrongNumbers) as error:
+                    return error
+    return None
+
+
+def test_the_programs_themselves_raise_no_objection():
+    assert objection(TmemCta) is None
+
+
+@pytest.mark.parametrize("name", mutants())
+def test_a_mutant_is_found_or_harmless(name):
+    error = objection(mutants()[name].cta())
+    found[type(error).__name__ if error else "harmless"] += 1
+    if name in REASONS:
+        assert error is None, "it stands in HARMLESS"
+    else:
+        assert error is not None, "nobody noticed"
+
+
+@pytest.mark.parametrize("name", counts())
+def test_a_wrong_count_is_found(name):
+    error = objection(counts()[name])
+    assert error is not None
+    found[type(error).__name__] += 1
+
+
+def test_no_harmless_mutant_is_stale():
+    assert sorted(set(REASONS) - set(mutants())) == []
+    assert len(REASONS) == sum(map(len, HARMLESS.values())), "each has one reason"
+
+
+def test_mutants_reach_every_method_and_every_call(capsys):
+    """Every call statement of the programs is removed in one mutant, and every method has mutants."""
+    for subject in SUBJECTS:
+        for method in written_methods(subject):
+            mine = [name for name in mutants() if name.startswith(f"{subject.__name__}.{method.name}: ")]
+            calls = [s for s in ast.walk(method) if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
+            assert mine and len([name for name in mine if ": without " in name]) == len(calls)
+    with capsys.disabled():
+        print(f"\n{sum(found.values())} mutants: " + ", ".join(f"{n} {kind}" for kind, n in found.most_common()))
+
+
+def main() -> None:
+    for name, cta in [*((name, mutant.cta()) for name, mutant in mutants().items()), *counts().items()]:
+        error = objection(cta)
+        because = REASONS.get(name, "NOBODY NOTICED") if error is None else error
+        print(f"{type(error).__name__ if error else '-':12} {name}\n{'':12} {because}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
