@@ -95,9 +95,11 @@ class Multiply(TmemRole):
         q_slot = self.q[0].first()
         slot = self.k.first()
         parity = 0
-        work = self.open(q_slot, slot)
+        work = self.work(q_slot)
         while work.valid != 0:
             last = self.visits(work).total - 1
+            self.k.wait(slot)
+            self.begin(q_slot, slot)
             for position in range(0, last, unroll=1):
                 ahead = self.k.next(slot)
                 self.k.wait(ahead)
@@ -105,46 +107,55 @@ class Multiply(TmemRole):
                 for i in PAIR:
                     self.weights[i].wait(parity)
                     self.take()
-                    self.issue_pv(i, slot, position)
-                    self.issue_qk(i, q_slot, ahead)
-                    self.scores[i].commit()
-                self.v.release(slot)
-                self.k.release(ahead)
+                    self.advance(i, q_slot, slot, ahead, position)
+                self.leave(slot, ahead)
                 slot = ahead
                 parity = parity ^ 1
-            for i in PAIR:
-                self.q[i].release(q_slot)
+            self.leave_q(q_slot)
             self.v.wait(slot)
             for i in PAIR:
                 self.weights[i].wait(parity)
                 self.take()
-                self.issue_pv(i, slot, last)
-                if const_expr(
-                    i == PAIR[-1]
-                ):  # a commit that somebody waits for comes last, lest the CTA end before one
-                    self.v.release(slot)
-                self.outputs[i].commit()
+                self.close(i, slot, last)
             parity = parity ^ 1
             q_slot = self.q[0].next(q_slot)
             slot = self.k.next(slot)
-            work = self.open(q_slot, slot)
+            work = self.work(q_slot)
+        self.k.wait(slot)  # behind the last work tile Q and K come all the same
 
-    @program.jit
-    def open(self, q_slot: Slot, slot: Slot) -> Work:
-        """The first QK of a work tile. Behind the last one there is none, but K and Q come all the same."""
+    def work(self, q_slot: Slot) -> Work:
         for i in PAIR:
             self.q[i].wait(q_slot)
-        work = self.q[0].work(q_slot)
-        self.k.wait(slot)
-        if work.valid != 0:
-            self.first_scores(q_slot, slot)
-        return work
+        return self.q[0].work(q_slot)
 
-    def first_scores(self, q_slot: Slot, slot: Slot) -> None:
+    # What follows one thread does; it is always the same one, for a commit is of its own MMAs.
+
+    def begin(self, q_slot: Slot, slot: Slot) -> None:
+        """The first QK of a work tile."""
         for i in PAIR:
             self.issue_qk(i, q_slot, slot)
             self.scores[i].commit()
         self.k.release(slot)
+
+    def advance(self, i: int, q_slot: Slot, slot: Slot, ahead: Slot, position: int) -> None:
+        self.issue_pv(i, slot, position)
+        self.issue_qk(i, q_slot, ahead)
+        self.scores[i].commit()
+
+    def leave(self, slot: Slot, ahead: Slot) -> None:
+        self.v.release(slot)
+        self.k.release(ahead)
+
+    def leave_q(self, q_slot: Slot) -> None:
+        for i in PAIR:
+            self.q[i].release(q_slot)
+
+    def close(self, i: int, slot: Slot, last: int) -> None:
+        """A commit that somebody waits for comes last, lest the CTA end before one."""
+        self.issue_pv(i, slot, last)
+        if i == PAIR[-1]:
+            self.v.release(slot)
+        self.outputs[i].commit()
 
 
 class Softmax(TmemRole):
@@ -183,12 +194,8 @@ class Softmax(TmemRole):
         """What O, and the row sum, shrink by."""
 
     @abstractmethod
-    def exponents(self, tile: int) -> None:
-        """The weights, and the row sums, which shrink before they grow."""
-
-    @abstractmethod
-    def store_p(self) -> None:
-        """P, over S (PTX: tcgen05.st)."""
+    def exponents(self, tile: int, section: Section) -> None:
+        """The row sums shrink and grow, and the weights, in 16 bits, go where S was, as P (PTX: tcgen05.st)."""
 
     @abstractmethod
     def write_sum(self) -> None:
@@ -245,8 +252,7 @@ class Softmax(TmemRole):
         self.factors[self.index].acquire(note)
         self.write_factor()
         self.factors[self.index].commit(note)
-        self.exponents(tile)
-        self.store_p()
+        self.exponents(tile, section)
         self.hand_over()
         self.weights[self.index].arrive()
         return self.factors[self.index].next(note)
@@ -268,12 +274,8 @@ class Correct(TmemRole):
         """The row sums and the references of Q tile `i`."""
 
     @abstractmethod
-    def normalise(self, i: int, work: Work) -> None:
-        """O / (row sum + the weight of the head's sink), in registers, and the LSE of each row is stored."""
-
-    @abstractmethod
-    def stage_o(self, i: int, slot: Slot) -> None:
-        """O goes into shared memory."""
+    def stage_o(self, i: int, slot: Slot, work: Work) -> None:
+        """O / (row sum + the weight of the head's sink) goes into shared memory, and the LSE of each row is stored."""
 
     @abstractmethod
     def publish_o(self) -> None:
@@ -299,10 +301,9 @@ class Correct(TmemRole):
                 self.factors[i].release(note)
                 self.outputs[i].wait(done)
                 self.take()
-                self.normalise(i, work)
-                self.hand_over()
                 self.staged.acquire(slot)
-                self.stage_o(i, slot)
+                self.stage_o(i, slot, work)
+                self.hand_over()
                 self.publish_o()
                 self.staged.commit(slot)
                 slot = self.staged.next(slot)

@@ -299,15 +299,12 @@ class NumpySoftmax(Softmax, NumpyRole):
         self.causality.touch(writes=[Region(f"factors{self.index}")])
         self.cta.notes[self.index] = np.hstack(columns)
 
-    def exponents(self, tile: int) -> None:
+    def exponents(self, tile: int, section: Section) -> None:
         self.machine.op("exponents", tile)
         if self.of[0] is None or self.of[0][1] != tile:
             self.machine.fail(TileError, f"S is of {self.of[0]}")
         self.s[:] = np.exp2(self.s * self.tensors.scale_log2 - self.reference)
         self.row_sum[:] = self.row_sum * self.factor + self.s.sum(axis=1, keepdims=True)
-
-    def store_p(self) -> None:
-        self.machine.op("store_p")
         self.causality.touch(writes=[self.tmem.where_p], kind="tensor")
         if (self.s > 2.0**self.config.rescale_above).any():
             self.machine.fail(RangeError, f"a weight is {self.s.max()}")
@@ -325,7 +322,6 @@ class NumpyCorrect(Correct, NumpyRole):
         NumpyRole.__init__(self, cta)
         self.tensors = cta.tensors
         self.note = np.zeros((cta.rows, 2))
-        self.o = np.zeros((cta.rows, cta.config.value_dim))
 
     def _read(self, i: int, columns: int) -> None:
         self.causality.touch(reads=[Region(f"factors{i}")])
@@ -349,8 +345,8 @@ class NumpyCorrect(Correct, NumpyRole):
         self.machine.op(f"read_sum {i}")
         self._read(i, 2)
 
-    def normalise(self, i: int, work: Work) -> None:
-        self.machine.op(f"normalise {i}")
+    def stage_o(self, i: int, slot: Slot, work: Work) -> None:
+        self.machine.op(f"stage_o {i}")
         tmem = self.cta.tmem[i]
         self.causality.touch(reads=[tmem.where_o], kind="tensor")
         row_sum, reference = self.note[:, :1], self.note[:, 1:]
@@ -364,15 +360,11 @@ class NumpyCorrect(Correct, NumpyRole):
         largest = np.fmax(reference, sink)
         shrink = np.exp2(reference - largest)
         total = row_sum * shrink + np.exp2(sink - largest)
-        self.o[:] = np.where(blind, 0, tmem.o * shrink / total)
+        self.causality.touch(writes=[self.cta.staged.region(slot)], kind="proxy")
+        self.cta.staged.data[slot.stage] = np.where(blind, 0, tmem.o * shrink / total)
         lse = np.where(blind, sink, largest + np.log2(total)) * math.log(2)
         lse[past] = -math.inf
         self.tensors.write("lse", work, rows, lse[:, 0])
-
-    def stage_o(self, i: int, slot: Slot) -> None:
-        self.machine.op(f"stage_o {i}")
-        self.causality.touch(writes=[self.cta.staged.region(slot)], kind="proxy")
-        self.cta.staged.data[slot.stage] = self.o
 
     def publish_o(self) -> None:
         self.machine.op("publish_o")

@@ -31,10 +31,14 @@ class Chip:
     smem_bytes: int  # dynamic shared memory one CTA may have
     registers: int  # 32-bit registers per multiprocessor
     max_registers_per_thread: int = 255
+    tmem_columns: int = 0  # of tensor memory, 32 bits in each of 128 lanes
 
 
 CHIPS = {
     "sm_90a": Chip("sm_90a", smem_bytes=227 * 1024, registers=64 * 1024),
+}
+TMEM_CHIPS = {  # for which kernels are compiled that nobody has run
+    name: Chip(name, smem_bytes=227 * 1024, registers=64 * 1024, tmem_columns=512) for name in ("sm_100a", "sm_103a")
 }
 
 
@@ -211,9 +215,6 @@ class CopyConfig:
         return 0
 
 
-AnyConfig = BlockConfig | CopyConfig
-
-
 @dataclass(frozen=True)
 class Cost:
     """Microseconds on an H200 in bfloat16, fitted to rates at S = 256 to 2k, dense and causal; those of rows for LSEs
@@ -261,6 +262,72 @@ class TmemConfig:
     def tile_m(self) -> int:
         """Query rows per CTA."""
         return 2 * self.q_rows
+
+    @property
+    def threads(self) -> int:
+        return 4 * WARPGROUP
+
+    @property
+    def q_slots(self) -> int:
+        """Over both Q tiles."""
+        return 2 * self.q_stages
+
+    @property
+    def tiles(self) -> tuple[tuple[int, int], ...]:
+        """Slots in shared memory of Q, K, V and O, and the bytes of one."""
+        row, value_row = self.head_dim * ELEMENT_BYTES, self.value_dim * ELEMENT_BYTES
+        return (
+            (self.q_slots, self.q_rows * row),
+            (self.stages, self.tile_n * row),
+            (self.stages, self.tile_n * value_row),
+            (self.o_stages, self.q_rows * value_row),
+        )
+
+    @property
+    def barriers(self) -> int:
+        """A full and an empty one for each slot, and for the factors of each Q tile, and three signals for each."""
+        return 2 * (self.q_slots + 2 * self.stages + self.o_stages + 2) + 6
+
+    @property
+    def tmem_columns(self) -> int:
+        """S and O of both Q tiles; P is where S was."""
+        return 2 * (self.tile_n + self.value_dim)
+
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA: tiles, barriers, the address of tensor memory, the work tiles posted, and two
+        numbers a row for the correction."""
+        beside = 8 * self.barriers + 16 + POSTED_BYTES * self.q_slots + 2 * 2 * 4 * self.q_rows
+        return sum(count * size for count, size in self.tiles) + 1024 * -(-beside // 1024)
+
+    def check(self, chip: Chip) -> str | None:
+        """Why this config cannot run on `chip`, or None."""
+        for name in ("head_dim", "value_dim"):
+            if getattr(self, name) % 32 or not 32 <= getattr(self, name) <= 256:
+                return f"{name} {getattr(self, name)} is not a multiple of 32 from 32 to 256"
+        if self.q_rows != 128 or self.tile_n != 128:
+            return f"tiles of {self.q_rows} queries and {self.tile_n} keys: 128 of each, a row a thread"
+        if min(self.stages, self.q_stages, self.o_stages) < 1:
+            return f"{self.stages}, {self.q_stages} and {self.o_stages} stages: each ring needs 1"
+        if not 0 <= self.polynomials <= 128 or self.polynomials % 2:
+            return f"{self.polynomials} exponentials of 128 by a polynomial: 0 to 128, in pairs"
+        if not 0 <= self.rescale_above <= 8:  # also refuses NaN
+            return f"rescale_above {self.rescale_above}: 0 to 8"
+        if (columns := self.tmem_columns) > chip.tmem_columns:
+            return f"{columns} columns of tensor memory, {chip.name} has {chip.tmem_columns}"
+        if (need := self.smem_bytes()) > chip.smem_bytes:
+            return f"{need} bytes of shared memory, {chip.name} has {chip.smem_bytes}"
+        registers = self.softmax_registers, self.correct_registers, self.other_registers
+        for count in registers:
+            if count % 8 or not 24 <= count <= chip.max_registers_per_thread:
+                return f"setmaxnreg {count}: a multiple of 8 from 24 to {chip.max_registers_per_thread}"
+        # setmaxnreg trades registers inside what the CTA was launched with, and waits for ever for more.
+        launched = chip.registers // self.threads // 8 * 8 * 4
+        if (wanted := registers[0] + sum(registers)) > launched:
+            return f"setmaxnreg wants {wanted} registers over the warpgroups, the CTA is launched with {launched}"
+        return None
+
+
+AnyConfig = BlockConfig | TmemConfig | CopyConfig
 
 
 @dataclass(frozen=True)
@@ -372,6 +439,16 @@ SM90 = (
 )
 
 TABLES = {"sm_90a": SM90}
+
+# With tensor memory. Of 128 exponentials the FMA pipe has 16. With 192 and 80 registers the softmax of a window spills,
+# with 64 the correction of ragged batches. As many stages as fit; none for D 256, whose O alone has 512 columns.
+_TMEM = {"tile_n": 128, "q_stages": 1, "polynomials": 16}
+_TMEM |= {"softmax_registers": 200, "correct_registers": 72, "other_registers": 40}
+SM100 = (
+    TmemConfig(head_dim=64, stages=5, o_stages=2, **_TMEM),
+    TmemConfig(head_dim=96, stages=3, o_stages=1, **_TMEM),
+    TmemConfig(head_dim=128, stages=2, o_stages=1, **_TMEM),
+)
 
 # For paged attention of a few queries: one warpgroup of 64 rows attends, one copies. Tiles of 32 KB or so, of which so
 # many in flight hide the memory's latency (more make it longer, and the CTAs end less evenly: perf/NOTES.md). Neither

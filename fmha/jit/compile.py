@@ -22,6 +22,8 @@ from schedules.tiling import AnyConfig
 ENTRY = "fmha_forward"  # the name under which an object exports its launch function
 EM_CUDA = 190  # the machine of a cubin in its ELF header
 
+FOLDERS = {"sm_90a": "sm90", "sm_100a": "sm100", "sm_103a": "sm100"}  # of fmha.kernels
+
 _tracing = threading.Lock()  # the DSL traces into state of the whole process
 
 
@@ -79,9 +81,8 @@ def _elf_bytes(header: bytes) -> int:
 
 
 def _kernel(problem: AnyProblem, config: AnyConfig, arch: str, recorder: str | None) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel, of the folder that `arch` is lowered in (fmha/kernels/sm90 for sm_90a), and any arguments of its
-    types."""
-    folder = "fmha.kernels." + arch.replace("_", "").rstrip("af")
+    """The kernel, of the folder that `arch` is lowered in, and any arguments of its types."""
+    folder = f"fmha.kernels.{FOLDERS[arch]}"
     if isinstance(problem, WriteProblem):
         kind = importlib.import_module(f"{folder}.writing").WriteKernel
         return kind(problem.layout, config), _abstract_arguments(addresses=6, factors=0)

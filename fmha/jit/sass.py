@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,11 @@ KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("fma", r"(FFMA|FADD|FMUL)2?\b"),
         ("max", r"FMNMX|VIMNMX"),
         ("convert", r"F2F|F2I|I2F"),
+        ("tmem", r"LDTM|STTM"),  # tensor memory, which a Blackwell MMA writes
         ("compare", r"U?[FI]SETP"),
         ("select", r"FSEL"),  # of a float: a mask. An integer SEL advances a ring slot
         ("shuffle", r"SHFL|VOTE"),
-        ("barrier", r"BAR\b|SYNCS|WARPGROUP|WARPSYNC|DEPBAR|MEMBAR|FENCE|NANOSLEEP"),
+        ("barrier", r"(UTC)?BAR\b|SYNCS|WARPGROUP|WARPSYNC|DEPBAR|MEMBAR|FENCE|NANOSLEEP"),
         ("local", r"LDL|STL"),
         ("branch", r"BRA\b|BRX|BSSY|BSYNC|CALL|RET|EXIT"),
     )
@@ -69,12 +70,19 @@ class Loop:
     kinds: Mapping[str, int]  # of the common path, by kind
     all_kinds: Mapping[str, int]  # of all instructions, by kind
     waits: tuple[Wait, ...]  # on the common path
-    innermost: bool  # it holds no other loop with an MMA
+    innermost: bool  # it works on a KV tile, and holds no other loop that does
+    opcodes: Mapping[str, int] = field(default_factory=dict)  # of the common path, by name without modifiers
+    columns: int = 0  # of tensor memory that a thread loads on the common path
 
     @property
     def softmax(self) -> bool:
-        """It multiplies and exponentiates: the loop over KV tiles."""
-        return self.innermost and self.all_kinds["mma"] > 0 and self.all_kinds["ex2"] > 0
+        """It exponentiates scores, of its own MMAs or from tensor memory: the loop over KV tiles."""
+        return self.innermost and self.all_kinds["ex2"] > 0
+
+    @property
+    def masking(self) -> tuple[int, int]:
+        """How much it masks: selects, then compares, for an integer SEL behind an ISETP can do the work of an FSEL."""
+        return self.kinds["select"], self.kinds["compare"]
 
     @property
     def early_retire(self) -> bool:
@@ -98,8 +106,8 @@ class Resources:
 
     @property
     def softmax_loops(self) -> tuple[Loop, ...]:
-        """The loops over KV tiles, the ones with the fewest selects first."""
-        return tuple(sorted((loop for loop in self.loops if loop.softmax), key=lambda loop: loop.kinds["select"]))
+        """The loops over KV tiles, the ones with the fewest selects first; of equals, the fewest compares."""
+        return tuple(sorted((loop for loop in self.loops if loop.softmax), key=lambda loop: loop.masking))
 
     @property
     def body(self) -> Loop:
@@ -109,9 +117,14 @@ class Resources:
         return loops[0]
 
     @property
+    def bodies(self) -> tuple[Loop, ...]:
+        """The body, and its copies where each softmax warpgroup has code of its own."""
+        return tuple(loop for loop in self.softmax_loops if loop.masking == self.body.masking)
+
+    @property
     def masked(self) -> tuple[Loop, ...]:
         """The loops over masked KV tiles, which select per score."""
-        return self.softmax_loops[1:]
+        return tuple(loop for loop in self.softmax_loops if loop.masking > self.body.masking)
 
     @property
     def spills(self) -> int:
@@ -131,16 +144,13 @@ def read(cubin: bytes | str | Path, function: str | None = None) -> Resources:
             path.write_bytes(cubin)
             return read(path, function)
     path = Path(cubin)
-    functions: dict[str, Any] = {
-        entry["function-name"]: entry for entry in json.loads(_output("nvdisasm", "--emit-json", path))[1]
-    }
-    usage = resource_usage(_output("cuobjdump", "-res-usage", path))
-    others = [name for name in functions if not name.startswith(LISTER)]
-    name = function if function or len(others) != 1 else others[0]
-    if name is None or name not in functions:
-        raise ValueError(f"function {function!r}: {path.name} holds {sorted(functions)}; name one of them")
-    code = [Instruction.parse(i, raw) for i, raw in enumerate(functions[name]["sass-instructions"])]
-    return analyse(name, code, usage[name])
+    name, code = _code(path, function)
+    return analyse(name, code, resource_usage(_output("cuobjdump", "-res-usage", path))[name])
+
+
+def disassemble(path: Path, function: str | None = None) -> list[Instruction]:
+    """The instructions of the kernel that `read` would report on. Errors likewise."""
+    return _code(path, function)[1]
 
 
 def analyse(name: str, code: Sequence[Instruction], usage: Mapping[str, int]) -> Resources:
@@ -170,6 +180,7 @@ class Instruction:
     predicate: str
     opcode: str
     operands: str
+    targets: tuple[int, ...] = ()  # of an indirect branch, by index
 
     @classmethod
     def parse(cls, index: int, raw: Mapping[str, Any]) -> Instruction:
@@ -185,9 +196,15 @@ class Instruction:
         """The last operand as a number."""
         return int(self.operands.split(",")[-1], 0)
 
+    @property
+    def indirect(self) -> bool:
+        return self.opcode.split(".")[0] in ("BRX", "BRXU", "JMX", "JMXU")
+
     def target(self) -> int:
         """Index of the instruction that a branch goes to. ValueError for an indirect branch."""
         try:
+            if self.indirect:
+                raise ValueError
             return self.immediate() // INSTRUCTION_BYTES
         except ValueError:
             raise ValueError(f"{self.opcode} {self.operands}: an indirect branch, its loops cannot be found") from None
@@ -212,14 +229,53 @@ def tool(name: str) -> Path:
     raise MissingTool(f"{name} is not installed; it comes with: python -m pip install {package}")
 
 
-def _output(name: str, option: str, path: Path) -> str:
+def _output(name: str, option: str | None, path: Path) -> str:
     if not path.is_file():
         raise ValueError(f"cubin {str(path)!r}: no such file")
-    done = subprocess.run([tool(name), option, path], capture_output=True, text=True)
+    done = subprocess.run([tool(name), *([option] if option else []), path], capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise ValueError(f"cubin {str(path)!r}: {name} cannot read it: {said[-1] if said else done.returncode}")
     return done.stdout
+
+
+def _code(path: Path, function: str | None) -> tuple[str, list[Instruction]]:
+    """The name of a cubin's only kernel, or of the one asked for, and its instructions."""
+    functions: dict[str, Any] = {
+        entry["function-name"]: entry for entry in json.loads(_output("nvdisasm", "--emit-json", path))[1]
+    }
+    others = [name for name in functions if not name.startswith(LISTER)]
+    name = function if function or len(others) != 1 else others[0]
+    if name is None or name not in functions:
+        raise ValueError(f"function {function!r}: {path.name} holds {sorted(functions)}; name one of them")
+    code = [Instruction.parse(i, raw) for i, raw in enumerate(functions[name]["sass-instructions"])]
+    if any(instruction.indirect for instruction in code):
+        targets = branch_targets(_output("nvdisasm", None, path), name)
+        code = [replace(here, targets=targets.get(here.index, ())) for here in code]
+    return name, code
+
+
+def branch_targets(text: str, function: str) -> dict[int, tuple[int, ...]]:
+    """Of a function in nvdisasm's listing: where each of its indirect branches may go, all by index.
+
+    The JSON has no such thing, the listing has it as labels in a comment behind the branch.
+    """
+    labels: dict[str, int] = {}
+    branches: dict[int, list[str]] = {}
+    waiting: list[str] = []  # labels that stand before the next instruction
+    inside = False
+    for line in text.splitlines():
+        if section := re.match(r"\s*\.section\s+([^\s,]+)", line):
+            inside = section[1] == f".text.{function}"
+        elif inside and (label := re.match(r"(\.L\w+):", line)):
+            waiting.append(label[1])
+        elif inside and (found := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+\S", line)):
+            index = int(found[1], 16) // INSTRUCTION_BYTES
+            labels.update(dict.fromkeys(waiting, index))
+            waiting = []
+            if names := re.search(r"BRANCH_TARGETS ([^\"]+)", line):
+                branches[index] = [name.strip() for name in names[1].split(",")]
+    return {index: tuple(sorted({labels[name] for name in names})) for index, names in branches.items()}
 
 
 def resource_usage(text: str) -> dict[str, dict[str, int]]:
@@ -243,7 +299,9 @@ def successors(code: Sequence[Instruction]) -> list[list[int]]:
         after = [here.index + 1] if here.index + 1 < len(code) else []
         if name == "BSSY":
             joins[here.operands.split(",")[0]] = here.target()
-        if name in ("BRA", "BRX", "JMP", "JMX"):
+        if here.targets:
+            after = [*here.targets, *(after if here.predicate else [])]
+        elif here.indirect or name in ("BRA", "JMP"):
             after = ([here.target()] if here.target() < len(code) else []) + (after if here.conditional else [])
         elif name == "BSYNC":
             after = [joins[here.operands.split(",")[-1]]] + (after if here.predicate else [])
@@ -332,7 +390,7 @@ def find_loops(code: Sequence[Instruction]) -> tuple[Loop, ...]:
     def instructions(blocks: Iterable[int]) -> list[Instruction]:
         return [instruction for block in blocks for instruction in graph.blocks[block]]
 
-    multiplies = {h for h, members in loops.items() if _kinds(instructions(members))["mma"]}
+    works = {header for header, members in loops.items() if _works(instructions(members))}
     found = []
     for header, members in sorted(loops.items()):
         everything, common = instructions(members), instructions(graph.shortest_round(header, members))
@@ -344,7 +402,9 @@ def find_loops(code: Sequence[Instruction]) -> tuple[Loop, ...]:
                 kinds=_kinds(common),
                 all_kinds=_kinds(everything),
                 waits=_waits(common),
-                innermost=not (multiplies & members) - {header},
+                innermost=works & members == {header},
+                opcodes=Counter(instruction.opcode.split(".")[0] for instruction in common),
+                columns=sum(map(_columns, common)),
             )
         )
     return tuple(found)
@@ -353,6 +413,19 @@ def find_loops(code: Sequence[Instruction]) -> tuple[Loop, ...]:
 def _kinds(code: Iterable[Instruction]) -> dict[str, int]:
     counts = Counter(instruction.kind for instruction in code)
     return {kind: counts[kind] for kind in [*(kind for kind, _ in KINDS), "other"]}
+
+
+def _works(code: Sequence[Instruction]) -> bool:
+    """A loop of this code works on KV tiles: it multiplies, or it loads scores from tensor memory and has an
+    exponential or a maximum for every fourth of them. Correction loads as much, of O, but exponentiates once a row."""
+    kinds, columns = _kinds(code), sum(map(_columns, code))
+    return kinds["mma"] > 0 or (kinds["ex2"] > 0 and 4 * (kinds["ex2"] + kinds["max"]) >= columns > 0)
+
+
+def _columns(instruction: Instruction) -> int:
+    """Columns of tensor memory that a thread gets from an LDTM; of another instruction, none."""
+    found = re.match(r"LDTM(?:\.\w+)*?\.x(\d+)", instruction.opcode)
+    return int(found[1]) if found else 0
 
 
 def _waits(path: Iterable[Instruction]) -> tuple[Wait, ...]:

@@ -200,3 +200,45 @@ def test_a_tool_comes_from_its_package_or_the_path(monkeypatch: pytest.MonkeyPat
         sass.tool("nvdisasm")
     (tmp_path / "nvdisasm").touch(mode=0o755)
     assert sass.tool("nvdisasm") == tmp_path / "nvdisasm"
+
+
+# -- tensor memory, and indirect branches ---------------------------------------------------------------------------
+
+LISTING = """
+\t.section\t.text.other,"ax",@progbits
+.L_x_1:
+        /*0000*/                   EXIT ;
+\t.section\t.text.kernel,"ax",@progbits
+.text.kernel:
+        /*0000*/                   LDC R2, c[0x2][R4] ;
+.L_x_7:
+        /*0010*/                   BRX R2 -0x20     (*"BRANCH_TARGETS .L_x_1,.L_x_2"*);
+.L_x_1:
+        /*0020*/                   NOP ;
+.L_x_2:
+        /*0030*/                   EXIT ;
+"""
+
+
+def test_the_targets_of_an_indirect_branch_are_in_the_listing() -> None:
+    assert sass.branch_targets(LISTING, "kernel") == {1: (2, 3)}
+
+
+def test_softmax_and_correction_are_told_apart_without_an_mma() -> None:
+    softmax = "S: LDTM.x8 R4,tmem[UR4]\n" + "FMNMX3 R1,R1,R4,R5,!PT\n" * 4 + "MUFU.EX2 R4,R4\n" * 8
+    softmax += "F2FP.BF16.F32.PACK_AB R4,R5,R4\n" * 4 + "STTM.x4 tmem[UR4],R4\n @P0 BRA S\n"
+    correction = "C: LDTM.x16 R4,tmem[UR4]\nMUFU.EX2 R2,R2\nFMUL2 R4,R4,R2\nSTTM.x16 tmem[UR4],R4\n @P0 BRA C\n"
+    found = sass.find_loops(assemble(softmax + correction + "EXIT"))
+    assert [(loop.softmax, loop.columns) for loop in found] == [(True, 8), (False, 16)]
+
+
+def test_copies_of_the_body_are_no_masked_loops() -> None:
+    def loop(name: str, masks: int) -> str:
+        code = f"{name}: LDTM.x4 R4,tmem[UR4]\n" + "FMNMX3 R1,R1,R4,R5,!PT\n" * 2 + "MUFU.EX2 R4,R4\n" * 4
+        return code + "ISETP.GT.AND P1,PT,R9,R8,PT\n" * masks + f" @P0 BRA {name}\n"
+
+    code = assemble(loop("A", 0) + loop("B", 4) + loop("C", 0) + loop("D", 4) + "EXIT")
+    usage = {"REG": 128, "STACK": 0, "LOCAL": 0, "SHARED": 0}
+    found = sass.analyse("kernel", code, usage)
+    assert len(found.bodies) == len(found.masked) == 2
+    assert {loop.kinds["compare"] for loop in found.masked} == {4}
