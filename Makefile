@@ -12,8 +12,10 @@ export OPENBLAS_NUM_THREADS ?= 1
 demo: $(READY)
 	$(RUN) -m fmha demo
 
+# Those without a GPU side by side, a file at a time; those with one, one after the other.
 test: $(READY)
-	$(RUN) -m pytest
+	$(RUN) -m pytest tests/cpu --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(RUN) -m pytest tests/gpu tests/reports
 
 lint: $(READY)
 	$(RUN) -m ruff check .
