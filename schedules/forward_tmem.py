@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from cutlass import const_expr
@@ -83,6 +84,10 @@ class Multiply(TmemRole):
     v: Ring
 
     @abstractmethod
+    def alone(self) -> AbstractContextManager[Any]:
+        """One thread does what is inside, always the same one: a commit is of its own MMAs."""
+
+    @abstractmethod
     def issue_qk(self, i: int, q_slot: Slot, slot: Slot) -> None:
         """S = Q K^T of Q tile `i`."""
 
@@ -128,34 +133,37 @@ class Multiply(TmemRole):
             self.q[i].wait(q_slot)
         return self.q[0].work(q_slot)
 
-    # What follows one thread does; it is always the same one, for a commit is of its own MMAs.
-
     def begin(self, q_slot: Slot, slot: Slot) -> None:
         """The first QK of a work tile."""
-        for i in PAIR:
-            self.issue_qk(i, q_slot, slot)
-            self.scores[i].commit()
-        self.k.release(slot)
+        with self.alone():
+            for i in PAIR:
+                self.issue_qk(i, q_slot, slot)
+                self.scores[i].commit()
+            self.k.release(slot)
 
     def advance(self, i: int, q_slot: Slot, slot: Slot, ahead: Slot, position: int) -> None:
-        self.issue_pv(i, slot, position)
-        self.issue_qk(i, q_slot, ahead)
-        self.scores[i].commit()
+        with self.alone():
+            self.issue_pv(i, slot, position)
+            self.issue_qk(i, q_slot, ahead)
+            self.scores[i].commit()
 
     def leave(self, slot: Slot, ahead: Slot) -> None:
-        self.v.release(slot)
-        self.k.release(ahead)
+        with self.alone():
+            self.v.release(slot)
+            self.k.release(ahead)
 
     def leave_q(self, q_slot: Slot) -> None:
-        for i in PAIR:
-            self.q[i].release(q_slot)
+        with self.alone():
+            for i in PAIR:
+                self.q[i].release(q_slot)
 
     def close(self, i: int, slot: Slot, last: int) -> None:
         """A commit that somebody waits for comes last, lest the CTA end before one."""
-        self.issue_pv(i, slot, last)
-        if i == PAIR[-1]:
-            self.v.release(slot)
-        self.outputs[i].commit()
+        with self.alone():
+            self.issue_pv(i, slot, last)
+            if i == PAIR[-1]:
+                self.v.release(slot)
+            self.outputs[i].commit()
 
 
 class Softmax(TmemRole):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from schedules.causality import Causality, Clock, ClockedBarrier, Region, Tensor
 from schedules.domain import Bounds, Dense, Section, Visits
 from schedules.forward import FLOOR, Load, Slot, WorkRing
 from schedules.forward_tmem import PAIR, Correct, Multiply, Signal, Softmax, Store, TmemRole
-from schedules.machine import CountError, Machine, OrderError, RangeError, TileError, Until
+from schedules.machine import CountError, Hazard, Machine, OrderError, RangeError, TileError, Until
 from schedules.scores import Score
 from schedules.simulate import Tensors
 from schedules.tiling import ELEMENT_BYTES, TmemConfig
@@ -55,10 +56,13 @@ class ClockedRing(WorkRing):
         self.empty = [ClockedBarrier(cta.causality, f"{name}[{i}] empty", empty) for i in range(stages)]
 
     def region(self, slot: Slot) -> Region:
+        if not 0 <= slot.stage < self.stages:
+            self.machine.fail(Hazard, f"{self.name} has stages 0 to {self.stages - 1}, not {slot.stage}")
         return Region(f"{self.name}[{slot.stage}]")
 
     def acquire(self, slot: Slot) -> None:
-        self.empty[slot.stage].sync(f"acquire {self.region(slot)}", slot.parity ^ 1)
+        where = self.region(slot)
+        self.empty[slot.stage].sync(f"acquire {where}", slot.parity ^ 1)
 
     def load(self, slot: Slot, work: Any, tile: int) -> None:
         """PTX cp.async.bulk.tensor."""
@@ -84,11 +88,13 @@ class ClockedRing(WorkRing):
         self.full[slot.stage].tell(self.causality.told(), self.cta.arrivals(), expected)
 
     def wait(self, slot: Slot) -> None:
-        self.full[slot.stage].sync(f"wait {self.region(slot)}", slot.parity, tensor=self.source is not None)
+        where = self.region(slot)
+        self.full[slot.stage].sync(f"wait {where}", slot.parity, tensor=self.source is not None)
 
     def release(self, slot: Slot) -> None:
         """By `Multiply` when its MMAs are done, by others at once."""
-        where, empty = self.region(slot), self.empty[slot.stage]
+        where = self.region(slot)
+        empty = self.empty[slot.stage]
         self.machine.op(f"release {where}")
         if self.causality.me == self.cta.MULTIPLY:
             self.cta.tensor_core.commit(empty, str(where))
@@ -103,6 +109,8 @@ class ClockedRing(WorkRing):
     def work(self, slot: Slot) -> Any:
         self.machine.op(f"work {self.region(slot)}")
         self.causality.touch(reads=[self._posted(slot)])
+        if self.posted[slot.stage] is None:
+            self.machine.fail(Hazard, f"nothing was posted in {self.region(slot)}")
         return self.posted[slot.stage]
 
     def _posted(self, slot: Slot) -> Region:
@@ -191,17 +199,20 @@ class NumpyMultiply(Multiply, NumpyRole):
         self.k, self.v = cta.k, cta.v
         self.seen: defaultdict[tuple[str, int, Any], list[int]] = defaultdict(list)
 
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def issue_qk(self, i: int, q_slot: Slot, slot: Slot) -> None:
         q, k, tmem = self.cta.q[i], self.cta.k, self.cta.tmem[i]
+        reads = [q.region(q_slot), k.region(slot)]
         found = k.tiles[slot.stage]
-        self.machine.op(f"issue QK{i} {k.region(slot)}", found and found[1])
+        self.machine.op(f"issue QK{i} {reads[1]}", found and found[1])
 
         def effect() -> None:
             tmem.s[:] = q.data[q_slot.stage] @ k.data[slot.stage].T
             tmem.p[:] = math.nan
             tmem.of_s = k.tiles[slot.stage]
 
-        reads = [q.region(q_slot), k.region(slot)]
         self.cta.tensor_core.issue(f"QK {i}", found and found[1], effect, reads, [tmem.where_s])
         self._note("QK", i, found)
 

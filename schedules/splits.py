@@ -204,8 +204,8 @@ class Splitter(ABC):
     def measure(self, batch: int) -> Line:
         """The line of a sequence."""
         rows = self.rows(batch)
-        width, q_tiles = self.width(rows, EXTRA), self.q_tiles(rows)
-        return Line(width * q_tiles, q_tiles, width if q_tiles > 0 else 0)
+        each, q_tiles = self.width(rows, EXTRA), self.q_tiles(rows)
+        return Line(each * q_tiles, q_tiles, each if q_tiles > 0 else 0)
 
     @program.jit
     def first(self, plan: Plan) -> Split:

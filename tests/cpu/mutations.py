@@ -51,9 +51,9 @@ def statements(block: list[ast.stmt], bound: set[str]) -> Iterator[tuple[list[as
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             continue
         yield block, i, set(bound)
-        if isinstance(statement, (ast.For, ast.While, ast.If)):
+        if isinstance(statement, (ast.For, ast.While, ast.If, ast.With)):
             inside = bound | names(statement.target, ast.Store) if isinstance(statement, ast.For) else bound
-            for inner in (statement.body, statement.orelse):
+            for inner in (statement.body, getattr(statement, "orelse", [])):
                 yield from statements(inner, inside)
         else:
             bound |= names(statement, ast.Store)
@@ -89,6 +89,8 @@ def replacements(statement: ast.stmt, bound: set[str], alike: Alike) -> Iterator
         yield from ((test, other) for other in (ast.UnaryOp(ast.Not(), test), ast.Constant(False), ast.Constant(True)))
     elif isinstance(statement, ast.For):
         tree = statement.iter
+    elif isinstance(statement, ast.With):
+        return
     whole = {id(node.value) for node in ast.walk(tree) if isinstance(node, (ast.keyword, ast.Subscript))}
     whole |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in ONE_KIND}
     whole |= {id(node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}

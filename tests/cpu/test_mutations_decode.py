@@ -172,6 +172,8 @@ HARMLESS = {
         f"Splitter.owner: {OWNER} as {OWNER.replace('<', '<=')}",
     ),
     "no Q tile has less than `EXTRA` units": (
+        "Splitter.measure: return Line(each * q_tiles, q_tiles, each if q_tiles > 0 else 0)"
+        " as return Line(each * q_tiles, q_tiles, each if q_tiles > 0 else 1)",
         "Splitter.plan: if splits == 0 and units > 0 as if splits == 0 and units > 1",
     ),
     "the segment is not read before it is known": tuple(
@@ -190,17 +192,13 @@ HARMLESS = {
         "Splitter.cut: if unit - base >= width as if unit + base >= width",
     ),
     "where a window ends before the last key there is at most a unit more, without a tile": (
-        f"Splitter.span: {SPAN} as {SPAN.replace('- 1', '+ 1')}",
         f"Splitter.span: {SPAN} as {SPAN.replace('- 1', '- 0')}",
     ),
     "a single split has all tiles, as the whole of a Q tile has": (
         f"Splitter.cut: {UNTIL} as {UNTIL.replace('splits > 0', 'splits > 1')}",
         f"Splitter.part: {PART} as {PART.replace('splits > 0', 'splits > 1')}",
     ),
-    "where splits are not fixed there is a unit for each tile": (
-        f"Splitter.cut: {UNTIL} as {UNTIL.replace('width', 'span.total')}",
-        "Splitter.cut: if splits > 0 as if True",
-    ),
+    "where splits are not fixed there is a unit for each tile": ("Splitter.cut: if splits > 0 as if True",),
     "any other number says as much": (f"Splitter.cut: {SPLIT.format(1)} as {SPLIT.format(2)}",),
     "a Q tile that is not split has no place": (
         f"Splitter.place: {ALONE} as {ALONE.replace('(1, 0, 0, 0)', '(1, 1, 0, 0)')}",

@@ -17,18 +17,19 @@ import pytest
 import fmha.kernels
 from fmha.kernels.sm90 import barriers
 from fmha.kernels.sm90.forward import ForwardKernel
-from schedules import rings, simulate, simulate_decode
+from schedules import forward_tmem, rings, simulate, simulate_decode, simulate_tmem
 from schedules.decode import Decode, Fetch, PagedRing
 from schedules.domain import Bounds, Dense
-from schedules.forward import Attend, Load, Ring, Role, Slot, Turn
+from schedules.forward import Attend, JointLoad, Load, Ring, Role, Slot, Turn
 from schedules.machine import Machine
 from schedules.scores import SCORES
 from schedules.splits import Splitter
 from schedules.tiling import WARPGROUP, BlockConfig
 from tests.cpu.simulation import Problem
 
-SCHEDULES = (Load, Attend, Ring, Turn, Role, Fetch, Decode, PagedRing, Splitter)
-ROLES = (Load, Attend, Fetch, Decode)
+TMEM_ROLES = (forward_tmem.Multiply, forward_tmem.Softmax, forward_tmem.Correct, forward_tmem.Store)
+SCHEDULES = (Load, Attend, Ring, Turn, Role, Fetch, Decode, PagedRing, Splitter, forward_tmem.Signal, *TMEM_ROLES)
+ROLES = (Load, JointLoad, Attend, Fetch, Decode, *TMEM_ROLES)
 NO_PROGRAMS = {"load"}  # `PagedRing` has none
 WRITTEN_IN = {schedule.__module__ for schedule in SCHEDULES}
 
@@ -39,16 +40,19 @@ def kernel_modules():
 
 
 def lowered(module):
-    """The classes that `module` defines below one of the schedules'."""
+    """The classes that `module` defines below one of the schedules', but for what several roles have in common."""
     return [
         cls
         for cls in vars(module).values()
-        if inspect.isclass(cls) and issubclass(cls, SCHEDULES) and cls.__module__ == module.__name__
+        if inspect.isclass(cls)
+        and issubclass(cls, SCHEDULES)
+        and cls.__module__ == module.__name__
+        and "run" not in getattr(cls, "__abstractmethods__", ())
     ]
 
 
 KERNEL_CLASSES = [cls for module in kernel_modules() for cls in lowered(module)]
-MODEL_CLASSES = lowered(rings) + lowered(simulate) + lowered(simulate_decode)
+MODEL_CLASSES = [cls for module in (rings, simulate, simulate_decode, simulate_tmem) for cls in lowered(module)]
 
 
 def programs(schedule: type) -> set[str]:

@@ -109,6 +109,9 @@ class Tcgen05Multiply(Multiply, Tcgen05Role):
         self.qk = tcgen05.instruction(rows, self.config.tile_n, dtype)
         self.pv = tcgen05.instruction(rows, self.config.value_dim, dtype, across=True)
 
+    def alone(self):
+        return cute.arch.elect_one()
+
     def issue_qk(self, i: int, q_slot: Slot, slot: Slot) -> None:
         # A zero that ptxas does not know for one: else it computes the descriptors of every step of Q once and for all,
         # and has no registers for them.
@@ -123,26 +126,6 @@ class Tcgen05Multiply(Multiply, Tcgen05Role):
         for step, of_v in enumerate(self.sv.steps):
             more = before if step == 0 else True
             tcgen05.multiply(d, a + step * tcgen05.K_COLUMNS, b + of_v, self.pv, more)
-
-    def begin(self, q_slot: Slot, slot: Slot) -> None:
-        with cute.arch.elect_one():
-            super().begin(q_slot, slot)
-
-    def advance(self, i: int, q_slot: Slot, slot: Slot, ahead: Slot, position: Int32) -> None:
-        with cute.arch.elect_one():
-            super().advance(i, q_slot, slot, ahead, position)
-
-    def leave(self, slot: Slot, ahead: Slot) -> None:
-        with cute.arch.elect_one():
-            super().leave(slot, ahead)
-
-    def leave_q(self, q_slot: Slot) -> None:
-        with cute.arch.elect_one():
-            super().leave_q(q_slot)
-
-    def close(self, i: int, slot: Slot, last: Int32) -> None:
-        with cute.arch.elect_one():
-            super().close(i, slot, last)
 
 
 class Tcgen05Softmax(Softmax, Tcgen05Role):
