@@ -35,9 +35,9 @@ from fmha.jit.library import pick
 from fmha.paging import CHUNK, Pages, pages_of
 from fmha.prefill import Prefill
 from fmha.problem import PagedProblem, Unsupported, supports
-from schedules.splits import UNLIMITED, counters_needed, parts_needed, sides
+from schedules.splits import EXTRA, UNLIMITED, counters_needed, parts_needed, sides
 
-MAX_UNITS = 2**31 - 2**20  # of KV tiles, over all Q tiles: the kernels count in 32 bits
+MAX_UNITS = 2**31 - 2**20  # `schedules.splits`, over all Q tiles: the kernels count in 32 bits
 MAX_SPLITS = 256
 MAX_TOKENS = 2**28  # of a batch entry of q, and keys of a sequence
 
@@ -260,8 +260,8 @@ def _plan(
     group = heads // k.heads if k.heads else 1
     q_tiles = -(-tokens * group // config.tile_m) * entries + packed * (sequences + 2)
     most_keys = min(page_table.shape[1] * k.page, UNLIMITED)
-    width = splits or -(-most_keys // config.tile_n)
-    if q_tiles * k.heads * max(1, width) > MAX_UNITS:
+    width = splits or max(1, -(-most_keys // config.tile_n)) + EXTRA
+    if q_tiles * k.heads * width > MAX_UNITS:
         raise Unsupported(f"{operands['q']} and {operands['page_table']}: too many tiles of keys for one call")
     blank = 0 in shape or sequences == 0
     rows = min(config.tile_m, tokens * group)

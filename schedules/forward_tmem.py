@@ -76,6 +76,14 @@ class TmemRole(Role):
     @abstractmethod
     def hand_over(self) -> None: ...
 
+    @program.jit
+    def read_work(self, index: int, q_slot: Slot) -> Work:
+        """The work tile, posted for each Q tile. Whoever does not multiply need not keep the slot."""
+        self.q[index].wait(q_slot)
+        work = self.q[index].work(q_slot)
+        self.q[index].release(q_slot)
+        return work
+
 
 class Multiply(TmemRole):
     """The warp that issues the MMAs."""
@@ -216,7 +224,7 @@ class Softmax(TmemRole):
         parity = 0
         nearest_first = self.domain.nearest_first
         sections = (Section.RIGHT, Section.BODY) if const_expr(nearest_first) else (Section.BODY, Section.RIGHT)
-        work = self.begin(q_slot)
+        work = self.read_work(self.index, q_slot)
         while work.valid != 0:
             visits = self.visits(work)
             inner = visits.right if const_expr(nearest_first) else visits.total - visits.right - visits.left
@@ -237,14 +245,7 @@ class Softmax(TmemRole):
             self.factors[self.index].commit(note)
             note = self.factors[self.index].next(note)
             q_slot = self.q[self.index].next(q_slot)
-            work = self.begin(q_slot)
-
-    @program.jit
-    def begin(self, q_slot: Slot) -> Work:
-        self.q[self.index].wait(q_slot)
-        work = self.q[self.index].work(q_slot)
-        self.q[self.index].release(q_slot)
-        return work
+            work = self.read_work(self.index, q_slot)
 
     @program.jit
     def step(self, section: Section, work: Work, visits: Visits, position: int, parity: int, note: Slot) -> Slot:
@@ -295,7 +296,7 @@ class Correct(TmemRole):
         note = self.factors[0].first()
         slot = self.staged.first()
         done = 0
-        work = self.begin(q_slot)
+        work = self.read_work(0, q_slot)
         while work.valid != 0:
             for position in range(0, self.visits(work).total, unroll=1):
                 for i in PAIR:
@@ -318,15 +319,7 @@ class Correct(TmemRole):
             note = self.factors[0].next(note)
             done = done ^ 1
             q_slot = self.q[0].next(q_slot)
-            work = self.begin(q_slot)
-
-    @program.jit
-    def begin(self, q_slot: Slot) -> Work:
-        """The work tile of both Q tiles is the same, and that is read where the first one's is."""
-        self.q[0].wait(q_slot)
-        work = self.q[0].work(q_slot)
-        self.q[0].release(q_slot)
-        return work
+            work = self.read_work(0, q_slot)
 
     @program.jit
     def correct(self, i: int, note: Slot, position: int) -> None:
@@ -356,7 +349,7 @@ class Store(TmemRole):
     def run(self) -> None:
         q_slot = self.q[0].first()
         slot = self.staged.first()
-        work = self.begin(q_slot)
+        work = self.read_work(0, q_slot)
         while work.valid != 0:
             for i in PAIR:
                 self.staged.wait(slot)
@@ -365,11 +358,4 @@ class Store(TmemRole):
                 self.staged.release(slot)
                 slot = self.staged.next(slot)
             q_slot = self.q[0].next(q_slot)
-            work = self.begin(q_slot)
-
-    @program.jit
-    def begin(self, q_slot: Slot) -> Work:
-        self.q[0].wait(q_slot)
-        work = self.q[0].work(q_slot)
-        self.q[0].release(q_slot)
-        return work
+            work = self.read_work(0, q_slot)

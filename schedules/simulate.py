@@ -74,13 +74,9 @@ COSTS = {
 
 
 class NumpyLoad(Load):
-    """The producer warp."""
+    """The producer warp, of whatever kind of CTA."""
 
-    q: Sequence[NumpyWorkRing]
-    k: NumpyRing
-    v: NumpyLendingRing
-
-    def __init__(self, cta: Cta) -> None:
+    def __init__(self, cta: Any) -> None:
         self.cta = cta
         self.lends = cta.config.lends
         self.q, self.k, self.v = cta.q, cta.k, cta.v

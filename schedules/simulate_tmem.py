@@ -16,11 +16,11 @@ import numpy as np
 
 from schedules.causality import Causality, Clock, ClockedBarrier, Region, TensorCore
 from schedules.domain import Bounds, Dense, Section, Visits
-from schedules.forward import FLOOR, Load, Slot, WorkRing
+from schedules.forward import FLOOR, Slot, WorkRing
 from schedules.forward_tmem import PAIR, Correct, Multiply, Signal, Softmax, Store, TmemRole
 from schedules.machine import CountError, Hazard, Machine, OrderError, RangeError, TileError, Until
 from schedules.scores import Score
-from schedules.simulate import Tensors
+from schedules.simulate import NumpyLoad, Tensors
 from schedules.tiling import ELEMENT_BYTES, TmemConfig
 from schedules.work import RaggedWork, Work
 
@@ -162,33 +162,6 @@ class NumpyRole(TmemRole):
     def hand_over(self) -> None:
         self.machine.op("hand_over")
         self.causality.publish("tensor")
-
-
-class TmemLoad(Load):
-    """The producer warp of `schedules.forward`."""
-
-    lends = False
-
-    def __init__(self, cta: TmemCta) -> None:
-        self.cta = cta
-        self.q, self.k, self.v = cta.q, cta.k, cta.v  # type: ignore[assignment]
-
-    def first_work(self) -> Work:
-        return next(self.cta.works)
-
-    def ask(self) -> Work:
-        self.cta.machine.op("ask")
-        return next(self.cta.works)
-
-    def next_work(self, asked: Work) -> Work:
-        self.cta.machine.op("next_work")
-        return asked
-
-    def visits(self, work: Work) -> Visits:
-        return self.cta.visits(work)
-
-    def tile(self, visits: Visits, position: int) -> int:
-        return self.cta.domain.tile(visits, position)
 
 
 class NumpyMultiply(Multiply, NumpyRole):
@@ -428,7 +401,7 @@ class Tmem:
 class TmemCta:
     """The roles of one CTA, their memory and their barriers. Tests break one of them at a time."""
 
-    LOAD: type[TmemLoad] = TmemLoad
+    LOAD: type[NumpyLoad] = NumpyLoad
     MULTIPLY_ROLE: type[NumpyMultiply] = NumpyMultiply
     SOFTMAX: type[NumpySoftmax] = NumpySoftmax
     CORRECT: type[NumpyCorrect] = NumpyCorrect

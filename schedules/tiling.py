@@ -264,6 +264,11 @@ class TmemConfig:
         return 2 * self.q_rows
 
     @property
+    def lends(self) -> bool:
+        """O leaves through slots of its own, not through V's."""
+        return False
+
+    @property
     def threads(self) -> int:
         return 4 * WARPGROUP
 
@@ -440,8 +445,8 @@ SM90 = (
 
 TABLES = {"sm_90a": SM90}
 
-# With tensor memory. Of 128 exponentials the FMA pipe has 16. With 192 and 80 registers the softmax of a window spills,
-# with 64 the correction of ragged batches. As many stages as fit; none for D 256, whose O alone has 512 columns.
+# With tensor memory. Of 128 exponentials the FMA pipe has 16. With 192, 80 and 48 registers a window's softmax spills,
+# with 200, 64 and 48 that and the correction at D 64. As many stages as fit; no D 256, whose O alone has 512 columns.
 _TMEM = {"tile_n": 128, "q_stages": 1, "polynomials": 16}
 _TMEM |= {"softmax_registers": 200, "correct_registers": 72, "other_registers": 40}
 SM100 = (
@@ -454,7 +459,10 @@ SM100 = (
 # many in flight hide the memory's latency (more make it longer, and the CTAs end less evenly: perf/NOTES.md). Neither
 # warpgroup gives registers away.
 _ONE = {"consumers": 1, "producer_registers": 248, "consumer_registers": 248}
-_PAGED_REASON = "128 KB of K and V in flight: with 96 or 192 KB 0.99 to 1.00 of that"
+_PAGED_REASON = (
+    "about 128 KB of K and V in flight: at D 64, 128 and 256 at least as fast as 96 and 160 to 192 KB in most of the "
+    "suite `decode` (perf/NOTES.md); with other head dims not compared"
+)
 PAGED_SM90 = tuple(
     Choice(BlockConfig(head_dim, tile_n, stages, q_stages=2, head_dim_v=head_dim_v, **_ONE), _PAGED_REASON)
     for head_dim, head_dim_v, tile_n, stages in (

@@ -35,11 +35,12 @@ PROBLEMS = (  # a single CTA computes all work tiles
     packed([(20, 30), (0, 5), (33, 50)], 3, 5, causal=True, heads=2, alibi=True, config=tmem()),
 )
 SEEDS = range(3)
-SUBJECTS = (forward_tmem.Multiply, forward_tmem.Softmax, forward_tmem.Correct, forward_tmem.Store)
-ATTRIBUTES = dict(zip(SUBJECTS, ("MULTIPLY_ROLE", "SOFTMAX", "CORRECT", "STORE"), strict=True))
+ROLE_PROGRAMS = (forward_tmem.Multiply, forward_tmem.Softmax, forward_tmem.Correct, forward_tmem.Store)
+SUBJECTS = (*ROLE_PROGRAMS, forward_tmem.TmemRole)
+ATTRIBUTES = dict(zip(ROLE_PROGRAMS, ("MULTIPLY_ROLE", "SOFTMAX", "CORRECT", "STORE"), strict=True))
 ROLES = dict(
     zip(
-        SUBJECTS,
+        ROLE_PROGRAMS,
         (
             simulate_tmem.NumpyMultiply,
             simulate_tmem.NumpySoftmax,
@@ -82,10 +83,10 @@ HARMLESS: dict[str, tuple[str, ...]] = {
     ),
     "before the first work tile every slot is Slot(0, 0)": (
         "Multiply.run: work = work(q_slot) as work = work(slot)",
-        "Softmax.run: work = begin(q_slot) as work = begin(note)",
-        "Correct.run: work = begin(q_slot) as work = begin(slot)",
-        "Correct.run: work = begin(q_slot) as work = begin(note)",
-        "Store.run: work = begin(q_slot) as work = begin(slot)",
+        "Softmax.run: work = read_work(index, q_slot) as work = read_work(index, note)",
+        "Correct.run: work = read_work(0, q_slot) as work = read_work(0, slot)",
+        "Correct.run: work = read_work(0, q_slot) as work = read_work(0, note)",
+        "Store.run: work = read_work(0, q_slot) as work = read_work(0, slot)",
     ),
     "a ring of one slot has it whatever the parity": (
         "Softmax.run: note = factors[index].next(note) before factors[index].commit(note)",
@@ -96,7 +97,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
         "Multiply.leave: k.release(ahead) before v.release(slot)",
         "Multiply.run: v.wait(slot) before leave_q(q_slot)",
         "Multiply.run: k.wait(slot) before last = visits(work).total - 1",
-        f"Softmax.run: work = begin(q_slot) before {WHOLE}",
+        f"Softmax.run: work = read_work(index, q_slot) before {WHOLE}",
         f"Softmax.run: take_up(work) before {INNER}",
         "Softmax.run: start() before take_up(work)",
         "Softmax.step: scores[index].wait(parity) before tile = domain.tile(visits, position)",
@@ -147,8 +148,9 @@ class Mutant:
     def cta(self) -> type[TmemCta]:
         namespace = dict(vars(forward_tmem))
         exec(compile(ast.fix_missing_locations(ast.Module([self.method], [])), "<mutant>", "exec"), namespace)
-        role = type("Mutated", (ROLES[self.subject],), {self.method.name: namespace[self.method.name]})
-        return broken(**{ATTRIBUTES[self.subject]: role})
+        method = {self.method.name: namespace[self.method.name]}
+        changed = ROLE_PROGRAMS if self.subject is forward_tmem.TmemRole else (self.subject,)
+        return broken(**{ATTRIBUTES[role]: type("Mutated", (ROLES[role],), method) for role in changed})
 
 
 @cache

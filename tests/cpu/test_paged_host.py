@@ -569,6 +569,15 @@ def test_more_than_the_kernels_count_is_refused(kernel: Kernel) -> None:
         fmha.attention_paged(q, K, V, table, LENS[:1])
 
 
+def test_what_a_q_tile_counts_besides_its_keys_is_counted(kernel: Kernel) -> None:
+    q = Q.new_zeros(16).expand(1, paged.MAX_TOKENS // 4, 4, 16)
+    q_tiles = paged.MAX_TOKENS // 64
+    tiles = paged.MAX_UNITS // q_tiles  # these alone would be few enough
+    table = TABLE[:1, :1].expand(1, tiles * 128 // K.shape[1]).contiguous()
+    with pytest.raises(Unsupported, match="too many tiles of keys for one call"):
+        fmha.attention_paged(q, K, V, table, LENS[:1])
+
+
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(Unsupported, match="architecture cpu: sm_90a"):
         fmha.attention_paged(**GIVEN)
