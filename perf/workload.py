@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fmha.jit import compile, launch, library, sass
-from fmha.problem import Problem
+from fmha.problem import Problem, Unsupported
 from perf.bench import Tensors, make_inputs, relative_error
 from perf.cases import parse, slug
 from perf.suites import Case
@@ -81,8 +81,11 @@ def extent_of(case: Case, multiprocessors: int) -> Extent:
 
 
 def config_of(case: Case, arch: str, multiprocessors: int) -> BlockConfig:
-    """The block config that a call of the case gets."""
-    return library.pick(problem_of(case), arch, extent_of(case, multiprocessors)).config
+    """The block config that a call of the case gets. `fmha.Unsupported` if it is of a kernel without a recorder."""
+    config = library.pick(problem_of(case), arch, extent_of(case, multiprocessors)).config
+    if not isinstance(config, BlockConfig):
+        raise Unsupported(f"kernels for {arch} do not record what they do")
+    return config
 
 
 @functools.cache
