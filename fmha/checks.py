@@ -61,7 +61,7 @@ def check_served(problem: AnyProblem, arch: str, operand: Operand) -> None:
 @functools.cache
 def _warn_of_unrun(arch: str) -> None:
     words = f"fmha: the kernels for {arch} were never run before they were published; what they compute may be wrong"
-    warnings.warn(words, UnrunWarning, stacklevel=5)  # whoever calls a public function
+    warnings.warn(words, UnrunWarning, stacklevel=2)
 
 
 def check_inputs(q: Operand, k: Operand, v: Operand, packed: bool = False) -> None:

@@ -50,8 +50,8 @@ def parser() -> argparse.ArgumentParser:
 
     text = (
         "Computes attention and checks it: on a GPU with the kernels, against float64 and timed beside torch's own; "
-        "without one, or on one whose kernels were never run unless FMHA_ALLOW_UNRUN is 1, by running the kernels' role "
-        "programs in a simulator. Shows what the kernels cost."
+        "without one, or on one whose kernels nobody has run, unless FMHA_ALLOW_UNRUN is 1, by running the kernels' "
+        "role programs in a simulator. Shows what the kernels cost."
     )
     command = commands.add_parser("demo", help="the main job, checked", description=text)
     command.set_defaults(run=run_demo)

@@ -1,8 +1,8 @@
 """`python -m fmha demo`: the main job on whatever machine this is, checked against somebody else's numbers.
 
-On a GPU with kernels, `fmha.attention` runs, is compared with float64 and timed beside torch's own. Elsewhere, and where
-nobody has run the kernels and $FMHA_ALLOW_UNRUN is not 1, the role programs that the kernels are compiled from run in
-the simulator, and the kernels are compiled and read but not run.
+On a GPU with kernels, `fmha.attention` runs, is compared with float64 and timed beside torch's own. Elsewhere the role
+programs that the kernels are compiled from run in the simulator, and the kernels are compiled and read but not run; so
+it is on a GPU whose kernels nobody has run, unless $FMHA_ALLOW_UNRUN is 1.
 """
 
 from __future__ import annotations

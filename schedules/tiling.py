@@ -85,8 +85,8 @@ class ValueSlots:
         return [end - self.block for end in ends] if self.ones else []
 
 
-class HeadDims:
-    """Those of a block config's tiles."""
+class Tiles:
+    """What block configs of every kind have."""
 
     head_dim: int  # of Q and K
     head_dim_v: int  # of V and O, 0 where it is that of Q and K
@@ -100,9 +100,14 @@ class HeadDims:
         """In names: "d192v128", or "d128" where there is one."""
         return f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
 
+    @property
+    def tmem_columns(self) -> int:
+        """Of tensor memory, in use."""
+        return 0
+
 
 @dataclass(frozen=True)
-class BlockConfig(HeadDims):
+class BlockConfig(Tiles):
     """How one cubin computes: part of the cache key.
 
     Lengths in elements. One producer warpgroup (one of its warps loads) and `consumers` warpgroups of 64 query rows.
@@ -261,7 +266,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class TmemConfig(HeadDims):
+class TmemConfig(Tiles):
     """How one cubin computes whose accumulators are in tensor memory (`schedules.forward_tmem`): part of the cache key.
     Lengths in elements."""
 

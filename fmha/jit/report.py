@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fmha.jit import compile, library, sass
 from fmha.problem import PagedProblem, Variant
-from schedules.tiling import TiledConfig, TmemConfig, choose, rivals
+from schedules.tiling import TiledConfig, choose, rivals
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 WIDE = 140  # characters, from which a table has every column
@@ -63,7 +63,7 @@ def of_cubin(cubin: bytes | Path, config: TiledConfig | None = None, function: s
         body_waits=tuple((wait.pending, wait.maxima, wait.ex2) for wait in body.waits),
         masked=tuple(loop.common for loop in found.masked),
         early_retire=any(loop.early_retire for loop in found.softmax_loops),
-        tmem_columns=config.tmem_columns if isinstance(config, TmemConfig) else 0,
+        tmem_columns=config.tmem_columns if config else 0,
     )
 
 
@@ -97,7 +97,7 @@ def table(reports: Mapping[str, Report], width: int, before: Mapping[str, Report
     columns += ["kernel", "mma", "ex2", "fma", "max", "moves", "MMA waits"] if width >= WIDE else []
     shown = plain_table("Resources, from machine code", ["variant"], columns)
     shown.caption = "registers: of each role's threads; loop, masked: instructions a KV tile"
-    shown.caption += "; tmem: columns of tensor memory" * len(tmem)
+    shown.caption += "; tmem: columns of tensor memory in use" * len(tmem)
     if width >= WIDE:
         shown.caption += "; waits: groups left, after how many instructions for the maximum and exponentials"
     for key, row in reports.items():
