@@ -315,9 +315,10 @@ def keep(target: Target, result: Result, present: BlockConfig, meta: Mapping[str
     }
     path = tuned.write(tuned.Entry(tuned.Call.of(target.problem, target.arch, target.extent), best.config, measured))
     tuned.forget()
-    picked = library.pick(target.problem, target.arch, target.extent)
-    if picked.config != best.config:
-        raise ValueError(f"{path} was written, but fmha takes {picked.config}: {picked.source}")
+    config, source = library.pick(target.problem, target.arch, target.extent)
+    assert isinstance(config, BlockConfig), "others are not tuned"
+    if config != best.config:
+        raise ValueError(f"{path} was written, but fmha takes {label(config)}: {source}")
     return path
 
 
