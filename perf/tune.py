@@ -40,7 +40,7 @@ from perf.peers import OURS
 from perf.resources import objections
 from perf.suites import Case
 from perf.timing import Call, CudaTimer, Timer, interleave, quartiles
-from perf.workload import extent_of, problem_of
+from perf.workload import extent_of
 from schedules.tiling import CHIPS, TABLES, BlockConfig, Choice, Cost, Extent, predicted_us, rivals
 
 planning: Any = importlib.import_module("fmha.attention")  # `fmha.attention` is its function
@@ -65,7 +65,7 @@ class Target:
 
     @classmethod
     def of(cls, case: Case, device: launch.Device) -> Target:
-        return cls(case, problem_of(case), device.arch, extent_of(case, device.multiprocessors))
+        return cls(case, case.problem, device.arch, extent_of(case, device.multiprocessors))
 
     @property
     def table(self) -> tuple[BlockConfig, ...]:
