@@ -124,6 +124,16 @@ def test_a_variant_is_supported(arch):
     assert all(supports(WriteProblem(layout), arch) is None for layout in PAGED_LAYOUTS)
 
 
+def test_paged_kernels_have_head_dims_of_their_own(monkeypatch):
+    """A table is all it takes, and it may be wider or narrower than that of the forward kernels."""
+    monkeypatch.setitem(PAGED_TABLES, "sm_100a", PAGED_TABLES["sm_90a"])
+    assert supports(PagedProblem("bfloat16", 256), "sm_100a") is None
+    assert len(paged_variants("sm_100a")) == len(paged_variants("sm_90a"))
+    monkeypatch.setitem(PAGED_TABLES, "sm_90a", PAGED_TABLES["sm_90a"][:1])
+    assert "multiples of 8 up to 64 only" in str(supports(PagedProblem("bfloat16", 128), "sm_90a"))
+    assert supports(Problem("bfloat16", 128), "sm_90a") is None
+
+
 def test_problems_are_values():
     assert Problem("float16", 64) == Problem("float16", 64, "dense")
     with pytest.raises(dataclasses.FrozenInstanceError):
