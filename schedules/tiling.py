@@ -7,6 +7,7 @@ before anything is compiled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ ONES = 8  # the smallest step of a wgmma's N
 ROWS_PER_WARPGROUP = 64  # M of one wgmma
 SWIZZLE_BYTES = (128, 64, 32)  # of the rows of a block in shared memory
 ELEMENT_BYTES = 2
+S_STAGES = 2  # tiles that paged attention has S or P of in tensor memory
 TOLD_BYTES = 16  # of the number of the next work tile, where several producer warps need it
 POSTED_BYTES = 4 * max(len(RaggedWork._fields), len(Split._fields))  # a work tile beside Q, at most
 
@@ -45,6 +47,18 @@ TMEM_CHIPS = {  # for which kernels are compiled that nobody has run
 def swizzle_bytes(elements: int) -> int:
     """The widest swizzle whose blocks `elements` are a multiple of, as CuTe's `make_smem_layout_a` and `_b` choose."""
     return next(width for width in SWIZZLE_BYTES if elements * ELEMENT_BYTES % width == 0)
+
+
+def refuse_registers(chip: Chip, threads: int, registers: Sequence[int]) -> str | None:
+    """Why the warpgroups of a CTA of so many threads cannot have these `setmaxnreg`, or None."""
+    for count in registers:
+        if count % 8 or not 24 <= count <= chip.max_registers_per_thread:
+            return f"setmaxnreg {count}: a multiple of 8 from 24 to {chip.max_registers_per_thread}"
+    # setmaxnreg trades registers inside what the CTA was launched with, and waits for ever for more.
+    launched = chip.registers // threads // 8 * 8 * len(registers)
+    if sum(registers) > launched:
+        return f"setmaxnreg wants {sum(registers)} registers over the warpgroups, the CTA is launched with {launched}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -190,14 +204,10 @@ class BlockConfig:
             return f"head_dim {self.value_dim} and {self.ones} columns of ones are more than 256, the N of the PV wgmma"
         if (need := self.smem_bytes()) > chip.smem_bytes:
             return f"{need} bytes of shared memory, {chip.name} has {chip.smem_bytes}"
-        for registers in (self.producer_registers, self.consumer_registers):
-            if registers % 8 or not 24 <= registers <= chip.max_registers_per_thread:
-                return f"setmaxnreg {registers}: a multiple of 8 from 24 to {chip.max_registers_per_thread}"
-        # setmaxnreg trades registers inside what the CTA was launched with, and waits for ever for more.
-        launched = chip.registers // self.threads // 8 * 8 * (self.consumers + 1)
-        wanted = self.producer_registers + self.consumers * self.consumer_registers
-        if wanted > launched:
-            return f"setmaxnreg wants {wanted} registers over the warpgroups, the CTA is launched with {launched}"
+        if reason := refuse_registers(
+            chip, self.threads, (self.producer_registers, *[self.consumer_registers] * self.consumers)
+        ):
+            return reason
         accumulators = (self.tile_n + self.value_dim + self.ones) // 2 + self.tile_n // 4  # S and O, and P in 16 bits
         if accumulators + 24 > self.consumer_registers:
             return f"S, P and O need {accumulators} registers, {self.consumer_registers} leave too few for the rest"
@@ -250,7 +260,8 @@ class TmemConfig:
     other_registers: int  # and of the warps that load, multiply and store
     # Of 128 exponentials those that the FMA pipe computes, by a polynomial.
     polynomials: int = 0
-    rescale_above: float = 8.0  # log2; by how much a row's maximum outgrows its reference before O shrinks
+    # log2; by how much a row's maximum outgrows its reference before O shrinks: see `BlockConfig.rescale_above`.
+    rescale_above: float = 2.0
     head_dim_v: int = 0  # of V and O, 0 where it is that of Q and K; padded like it
     q_rows: int = 128  # of one of the two Q tiles
 
@@ -322,17 +333,85 @@ class TmemConfig:
         if (need := self.smem_bytes()) > chip.smem_bytes:
             return f"{need} bytes of shared memory, {chip.name} has {chip.smem_bytes}"
         registers = self.softmax_registers, self.correct_registers, self.other_registers
-        for count in registers:
-            if count % 8 or not 24 <= count <= chip.max_registers_per_thread:
-                return f"setmaxnreg {count}: a multiple of 8 from 24 to {chip.max_registers_per_thread}"
-        # setmaxnreg trades registers inside what the CTA was launched with, and waits for ever for more.
-        launched = chip.registers // self.threads // 8 * 8 * 4
-        if (wanted := registers[0] + sum(registers)) > launched:
-            return f"setmaxnreg wants {wanted} registers over the warpgroups, the CTA is launched with {launched}"
-        return None
+        return refuse_registers(chip, self.threads, (registers[0], *registers))
 
 
-AnyConfig = BlockConfig | TmemConfig | CopyConfig
+@dataclass(frozen=True)
+class TmemPagedConfig:
+    """The same of paged attention (`schedules.decode_tmem`): a warpgroup fetches, one decodes, and of another one a
+    warp multiplies."""
+
+    head_dim: int
+    tile_n: int
+    stages: int
+    q_stages: int
+    fetch_registers: int  # setmaxnreg, per thread
+    decode_registers: int
+    other_registers: int
+    head_dim_v: int = 0
+    rescale_above: float = 2.0
+    tile_m: int = WARPGROUP  # query rows, one for each thread that decodes
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Of each warpgroup."""
+        return self.fetch_registers, self.decode_registers, self.other_registers
+
+    @property
+    def threads(self) -> int:
+        return 3 * WARPGROUP
+
+    @property
+    def tiles(self) -> tuple[tuple[int, int], ...]:
+        """Slots in shared memory of Q, K and V, and the bytes of one."""
+        row, value_row = self.head_dim * ELEMENT_BYTES, self.value_dim * ELEMENT_BYTES
+        return (
+            (self.q_stages, self.tile_m * row),
+            (self.stages, self.tile_n * row),
+            (self.stages, self.tile_n * value_row),
+        )
+
+    @property
+    def barriers(self) -> int:
+        """A full and an empty one for each slot, one for each S, and two signals."""
+        return 2 * (self.q_stages + 2 * self.stages) + S_STAGES + 2
+
+    @property
+    def tmem_columns(self) -> int:
+        """S, or P, of two tiles, and O."""
+        return S_STAGES * self.tile_n + self.value_dim
+
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA: tiles, barriers, the address of tensor memory, the splits posted, and how many
+        parts have arrived."""
+        beside = 8 * self.barriers + 2 * 16 + POSTED_BYTES * self.q_stages
+        return sum(count * size for count, size in self.tiles) + 1024 * -(-beside // 1024)
+
+    def check(self, chip: Chip) -> str | None:
+        """Why this config cannot run on `chip`, or None."""
+        for name in ("head_dim", "value_dim"):
+            if getattr(self, name) % 32 or not 32 <= getattr(self, name) <= 256:
+                return f"{name} {getattr(self, name)} is not a multiple of 32 from 32 to 256"
+        if self.tile_m != WARPGROUP:
+            return f"tiles of {self.tile_m} queries: {WARPGROUP}, a row a thread"
+        if self.tile_n % 32 or not 32 <= self.tile_n <= 128:
+            return f"tiles of {self.tile_n} keys: 32, 64, 96 or 128, a quarter of them for each warp that fetches"
+        if min(self.stages, self.q_stages) < 1:
+            return f"{self.stages} and {self.q_stages} stages: each ring needs 1"
+        if not 0 <= self.rescale_above <= 8:  # also refuses NaN
+            return f"rescale_above {self.rescale_above}: 0 to 8"
+        if (columns := self.tmem_columns) > chip.tmem_columns:
+            return f"{columns} columns of tensor memory, {chip.name} has {chip.tmem_columns}"
+        if (need := self.smem_bytes()) > chip.smem_bytes:
+            return f"{need} bytes of shared memory, {chip.name} has {chip.smem_bytes}"
+        return refuse_registers(chip, self.threads, self.registers)
+
+
+AnyConfig = BlockConfig | TmemConfig | TmemPagedConfig | CopyConfig
 
 
 @dataclass(frozen=True)
@@ -472,6 +551,20 @@ PAGED_SM90 = tuple(
         (192, 128, 64, 4),
         (192, 0, 32, 5),
         (256, 0, 32, 4),
+    )
+)
+
+# With tensor memory. Blackwell reads 1.67 times as fast as Hopper, which has 128 KB in flight: about 160 KB, which is
+# what fits beside the rows of Q at most head dims.
+PAGED_SM100 = tuple(
+    TmemPagedConfig(head_dim, tile_n, stages, q_stages, 200, 208, 96, head_dim_v)
+    for head_dim, head_dim_v, tile_n, stages, q_stages in (
+        (64, 0, 128, 5, 2),
+        (128, 64, 64, 6, 2),
+        (128, 0, 64, 5, 2),
+        (192, 128, 64, 4, 1),
+        (192, 0, 32, 7, 1),
+        (256, 0, 32, 5, 1),
     )
 )
 PAGED_TABLES = {"sm_90a": PAGED_SM90}
