@@ -61,10 +61,10 @@ def attention(
 ) -> Any:
     """Exact attention, `softmax(scale * q k^T + mask) v` for every batch entry and head.
 
-    q           [B, Sq, Hq, D], bfloat16 or float16, on a GPU of `fmha.supports`. D is a multiple of 8 up to 256
-                (128 on Blackwell, whose kernels were never run: $FMHA_ALLOW_UNRUN must be 1).
+    q           [B, Sq, Hq, D], bfloat16 or float16, on a GPU of `fmha.supports`. D is a multiple of 8, up to 256 on
+                Hopper and 128 on Blackwell.
     k, v        [B, Sk, Hkv, D], likewise. Hkv divides Hq: query head h reads KV head h // (Hq / Hkv). v may have
-                another D, Dv: a multiple of 8 up to 256.
+                another D, Dv, of the same range.
     causal      query i sees the keys up to i + Sk - Sq: the diagonal ends in the bottom right corner
     window      (left, right): query i sees the keys from i + Sk - Sq - left to i + Sk - Sq + right, and with `causal`
                 none past i + Sk - Sq. None is no limit, and so is -1; other negative numbers mean what they say.
@@ -81,8 +81,8 @@ def attention(
                 it.
     out         [B, Sq, Hq, Dv] to write into, of q's dtype and device, sharing no memory with q, k or v
     return_lse  also return the logarithm of each row's sum of exponentials (natural; of scores as the softmax takes
-                them, the sink included). Up to head dim 192 another, slower kernel then answers, which adds them up in
-                float32: outputs of the two agree within rounding
+                them, the sink included). On Hopper, up to head dim 192, another, slower kernel then answers, which adds
+                them up in float32: outputs of the two agree within rounding
 
     Returns the output, [B, Sq, Hq, Dv] in q's dtype (`out` if given, else contiguous), or (output, lse) with lse
     float32 [B, Hq, Sq]. A query that sees no key gives 0, and minus infinity or the sink. Sizes may be 0.
@@ -100,8 +100,9 @@ def attention(
     in memory (`fmha.warmup`).
 
     Raises TypeError or ValueError for arguments that are malformed or do not fit together, `fmha.Unsupported` for those
-    that no kernel serves, and RuntimeError where a CUDA graph is being captured and the kernel is not yet in memory.
-    Each names the argument, its value and what is allowed, and leaves `out` untouched.
+    that no kernel serves, or only one that nobody has run (unless $FMHA_ALLOW_UNRUN is 1), and RuntimeError where a
+    CUDA graph is being captured and the kernel is not yet in memory. Each names the argument, its value and what is
+    allowed, and leaves `out` untouched.
 
     Online softmax: Milakov and Gimelshein, 2018. The kernels: FlashAttention-3, Shah et al., 2024.
     """

@@ -22,7 +22,7 @@ from fmha import problem, reference
 from fmha.jit import launch, report
 from fmha.jit.report import Report
 from fmha.problem import Problem
-from schedules.tiling import TiledConfig, TmemConfig, choose
+from schedules.tiling import BlockConfig, TiledConfig, TmemConfig, choose
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ def simulate_case(case: Case, config: TiledConfig, seed: int) -> tuple[int, floa
 
     q, k, v = case.tensors("cpu")
     arrays = (tensor.double().numpy() for tensor in (q, k, v))
+    assert isinstance(config, BlockConfig | TmemConfig)
     cta = simulate_tmem.TmemCta if isinstance(config, TmemConfig) else simulate.Cta
     found = simulate.forward(*arrays, causal=case.causal, config=config, seed=seed, cta=cta)
     out = torch_attention(q.double(), k.double(), v.double(), case.causal)

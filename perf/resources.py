@@ -49,7 +49,7 @@ def objections(name: str, new: Report, old: Report | None, config: TiledConfig |
         said.append(
             f"the body loop waits for MMAs {len(new.body_waits)} times, not twice: the compiler serialised them"
         )
-    if config and new.setmaxnreg != (wanted := config.registers):
+    if config and new.setmaxnreg != (wanted := tuple(sorted(config.registers))):
         said.append(f"setmaxnreg {new.setmaxnreg}, the config says {wanted}")
     if old is None:
         said.append("not in the table to compare with; python -m perf.resources --update adds it")

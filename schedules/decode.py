@@ -90,8 +90,8 @@ class Fetch(Role):
         self.q.commit(q_slot)
 
 
-class Decode(Attend):
-    """The consumer warpgroup."""
+class SplitRole(Role):
+    """Who attends to splits, and leaves a part of each or the output."""
 
     splitter: Splitter
 
@@ -114,6 +114,21 @@ class Decode(Attend):
     @abstractmethod
     def write(self, split: Split) -> None:
         """Writes the output of a Q tile that is not split."""
+
+    @program.jit
+    def leave(self, split: Split, place: Place) -> None:
+        """The output, if this is the only split of its Q tile or the last one to end."""
+        if place.parts == 1:
+            self.write(split)
+        else:
+            self.write_part(split, place)
+            self.publish()
+            if self.arrive(place):
+                self.merge(split, place)
+
+
+class Decode(SplitRole, Attend):
+    """The consumer warpgroup."""
 
     def visits(self, split: Split) -> Visits:  # type: ignore[override]
         return self.splitter.visits(split, split.q_tile)
@@ -161,14 +176,3 @@ class Decode(Attend):
 
     def leave_q(self, position: int, last: int, q_slot: Slot) -> None:
         """Not before the end: O leaves straight from registers."""
-
-    @program.jit
-    def leave(self, split: Split, place: Place) -> None:
-        """The output, if this is the only split of its Q tile or the last one to end."""
-        if place.parts == 1:
-            self.write(split)
-        else:
-            self.write_part(split, place)
-            self.publish()
-            if self.arrive(place):
-                self.merge(split, place)

@@ -57,7 +57,17 @@ class Signal(ABC):
     def commit(self) -> None: ...
 
 
-class TmemRole(Role):
+class TensorMemoryRole(Role):
+    """A role with operations on tensor memory."""
+
+    @abstractmethod
+    def take(self) -> None: ...
+
+    @abstractmethod
+    def hand_over(self) -> None: ...
+
+
+class TmemRole(TensorMemoryRole):
     """What these roles have in common."""
 
     q: Sequence[WorkRing]  # of each Q tile
@@ -69,12 +79,6 @@ class TmemRole(Role):
 
     @abstractmethod
     def visits(self, work: Work) -> Visits: ...
-
-    @abstractmethod
-    def take(self) -> None: ...
-
-    @abstractmethod
-    def hand_over(self) -> None: ...
 
     @program.jit
     def read_work(self, index: int, q_slot: Slot) -> Work:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from schedules.decode import Decode, Fetch, PagedRing
+from schedules.decode import Decode, Fetch, PagedRing, SplitRole
 from schedules.domain import Ascending, Bounds, Visits
 from schedules.forward import Slot
 from schedules.machine import Buffer, CountError, Event, Fence, Hazard, Machine, RangeError, TileError
@@ -22,7 +23,7 @@ from schedules.rings import Counts, NumpyRing, NumpyWorkRing, RingSlot, Turnstil
 from schedules.scores import SCORES, Score, score_of
 from schedules.simulate import COSTS, NumpyAttend, Result
 from schedules.splits import Line, Place, Rows, Split, Splitter, counters_needed, parts_needed, sides, together
-from schedules.tiling import WARPGROUP, BlockConfig
+from schedules.tiling import WARPGROUP, BlockConfig, TmemPagedConfig
 
 AnyRing = TypeVar("AnyRing", bound="NumpyPagedRing")
 
@@ -144,18 +145,10 @@ class NumpyPagedRing(NumpyRing, PagedRing):
     def gather(self, slot: Slot, split: Split, position: int, pages: Any) -> None:
         here = self.at(slot)
         self.machine.op(f"issue load {here.name}", position)
-        if pages[0] != (split, position):
-            self.machine.fail(TileError, f"the pages looked up are those of {pages[0]}")
+        rows = self.cta.gathered(self.pages, split, position, pages, here.buffer.data.shape)
         self.check_released(here)
         here.owed, here.readers = set(self.consumers), set()
-        tile = split.tile + position
-        here.buffer.tile, here.buffer.work = tile, split
-        rows = np.zeros_like(here.buffer.data)
-        batch, n = self.cta.batch, self.cta.config.tile_n
-        for row, (page, key) in enumerate(zip(pages[1], range(tile * n, tile * n + n), strict=True)):
-            if page is not None:
-                found = self.pages[page, key % batch.page, split.head]
-                rows[row, : len(found)] = found
+        here.buffer.tile, here.buffer.work = split.tile + position, split
         self._copy(here, rows)
 
     def _copy(self, here: RingSlot, rows: np.ndarray) -> None:
@@ -203,12 +196,7 @@ class NumpyPagedWorkRing(NumpyPagedRing, NumpyWorkRing):
         self.machine.op(f"issue load {here.name}", tile)
         self._write(here, "Q", work)
         here.buffer.tile = tile
-        rows, batch = np.zeros_like(here.buffer.data), self.cta.batch
-        for row, (token, head) in enumerate(self.cta.queries(work._replace(q_tile=tile))):
-            if token < work.seqlen_q:
-                found = batch.q[work.entry, work.start_q + token, head]
-                rows[row, : len(found)] = found
-        self._copy(here, rows)
+        self._copy(here, self.cta.packed(work, tile, here.buffer.data.shape))
 
     def _write(self, here: RingSlot, what: str, work: Split) -> None:
         """Whichever comes first begins a use of the slot, and what comes a second time another one."""
@@ -222,7 +210,7 @@ class NumpyPagedWorkRing(NumpyPagedRing, NumpyWorkRing):
 class NumpyFetch(Fetch):
     """The producer warpgroup."""
 
-    def __init__(self, cta: DecodeCta) -> None:
+    def __init__(self, cta: PagedCta) -> None:
         self.cta = cta
         self.q, self.k, self.v = cta.q[0], cta.k, cta.v
         self.splitter = cta.splitter
@@ -251,24 +239,35 @@ class NumpyFetch(Fetch):
         return (split, position), found
 
 
-class NumpyDecode(Decode, NumpyAttend):  # type: ignore[misc]  # `Decode` has its own `visits`
-    """The consumer warpgroup."""
+class NumpySplitRole(SplitRole):
+    """Who has the rows of a Q tile: their references, their sums and, somewhere, O."""
 
-    cta: DecodeCta  # type: ignore[assignment]
-    q: NumpyPagedWorkRing
-    k: NumpyPagedRing
-    v: NumpyPagedRing  # type: ignore[assignment]
+    cta: PagedCta
+    machine: Machine
+    config: Any
+    reference: np.ndarray
+    row_sum: np.ndarray
+    seen: Mapping[Any, list[Any]]  # the tiles that each kind of MMA has visited, of each split
 
-    def __init__(self, cta: DecodeCta) -> None:
-        NumpyAttend.__init__(self, cta, 0)  # type: ignore[arg-type]
+    def leave_splits_of(self, cta: PagedCta) -> None:
         self.splitter = cta.splitter
         self.sinks = np.zeros((cta.rows, 1))
         self.unpublished: list[Part] = []
 
+    @abstractmethod
+    def read_o(self) -> np.ndarray: ...
+
     def queries(self, work: Split) -> np.ndarray:
         return np.array([token for token, _ in self.cta.queries(work)])
 
-    def take_up(self, work: Split) -> None:  # type: ignore[override]
+    def limits(self, work: Split) -> tuple[np.ndarray, np.ndarray]:
+        """The first key that each query sees and one past the last, as columns."""
+        bounds, domain = self.cta.bounds(work), self.cta.domain
+        ends = [f(int(row), bounds) for row in self.queries(work) for f in (domain.lo, domain.hi)]
+        lo, hi = np.array(ends).reshape(-1, 2).T
+        return lo[:, None], hi[:, None]
+
+    def take_up(self, work: Split) -> None:
         self.machine.op("take_up")
         sinks = self.cta.batch.sinks
         for row, (_, head) in enumerate(self.cta.queries(work)):
@@ -276,9 +275,9 @@ class NumpyDecode(Decode, NumpyAttend):  # type: ignore[misc]  # `Decode` has it
 
     def write(self, split: Split) -> None:
         self.machine.op("write")
-        self.machine.touch(reads=[self.o])
+        o = self.read_o()
         self._check(split)
-        self._output(split, self.o.data, self.row_sum, self.reference)
+        self._output(split, o, self.row_sum, self.reference)
 
     def _check(self, split: Split) -> None:
         """The tiles that it should, in order, and no row has weights so small that they might vanish in 32 bits."""
@@ -320,14 +319,14 @@ class NumpyDecode(Decode, NumpyAttend):  # type: ignore[misc]  # `Decode` has it
 
     def write_part(self, split: Split, place: Place) -> None:
         self.machine.op("write_part")
-        self.machine.touch(reads=[self.o])
+        o = self.read_o()
         self._check(split)
         parts = self.cta.parts
         if not 0 <= place.own < parts.room:
             self.machine.fail(TileError, f"part {place.own}, of {parts.room}")
         if place.own in parts.left:
             self.machine.fail(Hazard, f"part {place.own} is still there")
-        part = parts.left[place.own] = Part(self.o.data.copy(), self.row_sum.copy(), self.reference.copy())
+        part = parts.left[place.own] = Part(o.copy(), self.row_sum.copy(), self.reference.copy())
         self.unpublished.append(part)
 
     def publish(self) -> None:
@@ -368,18 +367,87 @@ class NumpyDecode(Decode, NumpyAttend):  # type: ignore[misc]  # `Decode` has it
         parts.counters[place.counter] = 0
 
 
+class NumpyDecode(Decode, NumpySplitRole, NumpyAttend):  # type: ignore[misc]  # `Decode` has its own `visits`
+    """The consumer warpgroup."""
+
+    cta: DecodeCta  # type: ignore[assignment]
+    q: NumpyPagedWorkRing
+    k: NumpyPagedRing
+    v: NumpyPagedRing  # type: ignore[assignment]
+
+    def __init__(self, cta: DecodeCta) -> None:
+        NumpyAttend.__init__(self, cta, 0)  # type: ignore[arg-type]
+        self.leave_splits_of(cta)
+
+    def read_o(self) -> np.ndarray:
+        self.machine.touch(reads=[self.o])
+        return self.o.data
+
+
 def _no_source(work: Any, tile: int) -> np.ndarray:
     raise NotImplementedError("tiles are gathered")
 
 
-class DecodeCta:
+class PagedCta(ABC):
+    """What a CTA knows, whatever its roles are made of."""
+
+    FETCH: type[NumpyFetch]
+    SPLITTER: type[NumpySplitter] = NumpySplitter
+    q: Sequence[Any]
+    k: Any
+    v: Any
+
+    def __init__(
+        self, batch: Batch, splitter: NumpySplitter, parts: Parts, score: Score, config: Any, machine: Machine
+    ) -> None:
+        self.batch, self.tensors, self.splitter, self.parts = batch, batch, splitter, parts
+        self.domain, self.score, self.config, self.machine = splitter.domain, score, config, machine
+        self.rows = splitter.tile_m
+
+    @abstractmethod
+    def run(self) -> None:
+        """Every role's program, to its end. Raises a `ScheduleError`."""
+
+    def bounds(self, split: Split) -> Bounds:
+        return self.splitter.bounds(split)
+
+    def visits(self, split: Split) -> Visits:
+        return self.splitter.visits(split, split.q_tile)
+
+    def gathered(self, source: np.ndarray, split: Split, position: int, pages: Any, shape: Any) -> np.ndarray:
+        """The rows of a tile of K or V, which `source` has the pages of; those that nobody sees are zeros."""
+        if pages[0] != (split, position):
+            self.machine.fail(TileError, f"the pages looked up are those of {pages[0]}")
+        rows, n = np.zeros(shape), self.config.tile_n
+        first = (split.tile + position) * n
+        for row, (page, key) in enumerate(zip(pages[1], range(first, first + n), strict=True)):
+            if page is not None:
+                found = source[page, key % self.batch.page, split.head]
+                rows[row, : len(found)] = found
+        return rows
+
+    def packed(self, split: Split, tile: int, shape: Any) -> np.ndarray:
+        """The rows of a Q tile."""
+        rows = np.zeros(shape)
+        for row, (token, head) in enumerate(self.queries(split._replace(q_tile=tile))):
+            if token < split.seqlen_q:
+                found = self.batch.q[split.entry, split.start_q + token, head]
+                rows[row, : len(found)] = found
+        return rows
+
+    def queries(self, split: Split) -> list[tuple[int, int]]:
+        """(query, head) of each row of a Q tile."""
+        rows = range(split.q_tile * self.rows, (split.q_tile + 1) * self.rows)
+        return [(row // self.batch.group, split.head * self.batch.group + row % self.batch.group) for row in rows]
+
+
+class DecodeCta(PagedCta):
     """The roles of one CTA, their shared memory and their barriers. Tests break one of them at a time."""
 
     RING: type[NumpyPagedRing] = NumpyPagedRing
     WORK_RING: type[NumpyPagedWorkRing] = NumpyPagedWorkRing
     FETCH: type[NumpyFetch] = NumpyFetch
     DECODE: type[NumpyDecode] = NumpyDecode
-    SPLITTER: type[NumpySplitter] = NumpySplitter
 
     def __init__(
         self,
@@ -390,9 +458,7 @@ class DecodeCta:
         config: BlockConfig,
         machine: Machine,
     ) -> None:
-        self.batch, self.tensors, self.splitter, self.parts = batch, batch, splitter, parts
-        self.domain, self.score, self.config, self.machine = splitter.domain, score, config, machine
-        self.rows = splitter.tile_m
+        super().__init__(batch, splitter, parts, score, config, machine)
         self.names = ["decode"]
         self.turnstile = Turnstile(machine, self.names, 2 * WARPGROUP)
         dims, value_dims = config.head_dim, config.value_dim
@@ -416,17 +482,6 @@ class DecodeCta:
         posted = issubclass(kind, NumpyWorkRing)
         releasing = WARPGROUP if posted else WARPGROUP // 32
         return Counts(WARPGROUP + posted, 0, releasing, releasing)
-
-    def bounds(self, split: Split) -> Bounds:
-        return self.splitter.bounds(split)
-
-    def visits(self, split: Split) -> Visits:
-        return self.splitter.visits(split, split.q_tile)
-
-    def queries(self, split: Split) -> list[tuple[int, int]]:
-        """(query, head) of each row of a Q tile."""
-        rows = range(split.q_tile * self.rows, (split.q_tile + 1) * self.rows)
-        return [(row // self.batch.group, split.head * self.batch.group + row % self.batch.group) for row in rows]
 
     def run(self) -> None:
         def decode() -> None:
@@ -455,13 +510,13 @@ def paged(
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
     splits: int = 0,
-    config: BlockConfig = SMALL,
+    config: BlockConfig | TmemPagedConfig = SMALL,
     multiprocessors: int = 3,
     seed: int = 0,
     policy: str = "random",
-    cta: type[DecodeCta] = DecodeCta,
+    cta: type[PagedCta] = DecodeCta,
 ) -> Result:
-    """Paged attention by the role programs of `schedules.decode`, on a CPU.
+    """Paged attention by the role programs of `schedules.decode`, or those of another `cta`, on a CPU.
 
     q [B, Sq, Hq, D], or [T, Hq, D] with `cu_seqlens_q`; pages [pages, page, Hkv, D]; the rest is as in
     `fmha.attention_paged`, `splits` 0 being its None. o is like q, lse [B, Sq, Hq] or [T, Hq].

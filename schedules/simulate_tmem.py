@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,13 +31,26 @@ HALF = 2  # 16-bit values in a column of tensor memory
 # -- rings and signals -------------------------------------------------------------------------------------------------
 
 
+class ClockedCta(Protocol):
+    """What rings and signals ask of a CTA."""
+
+    MULTIPLY: str  # the name of the role whose releases are commits
+    machine: Machine
+    causality: Causality
+    tensor_core: TensorCore
+
+    def arrivals(self) -> int:
+        """Of the running role, each time: every warp of it."""
+        ...
+
+
 class ClockedRing(WorkRing):
     """Slots of shared memory, of which `source` says what a copy brings. Who waits for a slot reads it, who releases it
     has; nothing but clocks says whether that is true."""
 
     def __init__(
         self,
-        cta: TmemCta,
+        cta: ClockedCta,
         name: str,
         stages: int,
         shape: tuple[int, int],
@@ -123,7 +136,7 @@ class ClockedRing(WorkRing):
 
 
 class ClockedSignal(Signal):
-    def __init__(self, cta: TmemCta, name: str, count: int) -> None:
+    def __init__(self, cta: ClockedCta, name: str, count: int) -> None:
         self.cta, self.name = cta, name
         self.barrier = ClockedBarrier(cta.causality, name, count)
 
@@ -147,6 +160,9 @@ class ClockedSignal(Signal):
 
 
 class NumpyRole(TmemRole):
+    machine: Machine
+    causality: Causality
+
     def __init__(self, cta: TmemCta) -> None:
         self.cta, self.machine, self.causality = cta, cta.machine, cta.causality
         self.q, self.scores, self.weights, self.outputs = cta.q, cta.scores, cta.weights, cta.outputs
@@ -219,16 +235,60 @@ class NumpyMultiply(Multiply, NumpyRole):
                 raise TileError(f"exit: {mma}{i} of {work} visited the tiles {tiles}, not {wanted}")
 
 
-class NumpySoftmax(Softmax, NumpyRole):
-    """A row's reference, sum and factor are a row of an array each."""
+class NumpyRows:
+    """The softmax of a Q tile: a row's reference, sum and factor are a row of an array each."""
 
+    machine: Machine
+    causality: Causality
+
+    def hold_rows(self, rows: int, columns: int, scale_log2: float, rescale_above: float) -> None:
+        self.scale_log2, self.rescale_above = scale_log2, rescale_above
+        self.s = np.zeros((rows, columns))
+        self.reference, self.factor, self.row_sum = np.zeros((3, rows, 1))
+        self.of: list[Any] = [None]
+
+    def start(self) -> None:
+        self.machine.op("start")
+        self.reference[:], self.row_sum[:] = FLOOR, 0
+
+    def load_rows(self, tmem: Scored) -> None:
+        self.machine.op("load_s")
+        self.causality.touch(reads=[tmem.where_s], kind="tensor")
+        self.s[:] = tmem.s
+        self.of[0] = tmem.of_s
+        self.machine.actor.tile = self.of[0] and self.of[0][1]
+
+    def hide(self, first: int, lo: np.ndarray, hi: np.ndarray, left: bool) -> None:
+        """Keys from `hi` on, and with `left` those before `lo`; `first` is that of the tile."""
+        keys = first + np.arange(self.s.shape[1])
+        self.s[(keys >= hi) | ((keys < lo) & left)] = -math.inf
+
+    def row_max(self) -> None:
+        self.machine.op("row_max")
+        most = np.fmax(np.fmax.reduce(self.s, axis=1, keepdims=True) * self.scale_log2, FLOOR)
+        moves = most > self.reference + self.rescale_above
+        if self.machine.policy != "steady" and self.machine.random.random() < 0.25:  # to rescale is always allowed
+            moves = most > self.reference
+        self.factor[:] = np.where(moves, np.exp2(self.reference - most), 1)
+        self.reference[:] = np.where(moves, most, self.reference)
+
+    def store_weights(self, tmem: Scored) -> None:
+        self.s[:] = np.exp2(self.s * self.scale_log2 - self.reference)
+        self.row_sum[:] = self.row_sum * self.factor + self.s.sum(axis=1, keepdims=True)
+        self.causality.touch(writes=[tmem.where_p], kind="tensor")
+        if (self.s > 2.0**self.rescale_above).any():
+            self.machine.fail(RangeError, f"a weight is {self.s.max()}")
+        tmem.p[:] = self.s
+        tmem.s[:, : self.s.shape[1] // HALF] = math.nan
+        tmem.of_p = self.of[0]
+
+
+class NumpySoftmax(NumpyRows, Softmax, NumpyRole):
     def __init__(self, cta: TmemCta, index: int) -> None:
         NumpyRole.__init__(self, cta)
         self.index, self.domain, self.score = index, cta.domain, cta.score
         self.tmem, self.tensors, self.config = cta.tmem[index], cta.tensors, cta.config
-        self.s = np.zeros((cta.rows, cta.config.tile_n))
-        self.reference, self.factor, self.row_sum = np.zeros((3, cta.rows, 1))
-        self.of: list[Any] = [None]
+        self.hold_rows(cta.rows, cta.config.tile_n, cta.tensors.scale_log2, cta.config.rescale_above)
         self.slope = np.zeros(1)
 
     def queries(self, work: Any) -> np.ndarray:
@@ -239,16 +299,8 @@ class NumpySoftmax(Softmax, NumpyRole):
         slopes = self.tensors.slopes
         self.slope[:] = slopes[work.batch if len(slopes) > 1 else 0, work.head]
 
-    def start(self) -> None:
-        self.machine.op("start")
-        self.reference[:], self.row_sum[:] = FLOOR, 0
-
     def load_s(self) -> None:
-        self.machine.op("load_s")
-        self.causality.touch(reads=[self.tmem.where_s], kind="tensor")
-        self.s[:] = self.tmem.s
-        self.of[0] = self.tmem.of_s
-        self.machine.actor.tile = self.of[0] and self.of[0][1]
+        self.load_rows(self.tmem)
 
     def change_scores(self, work: Work, tile: int, section: Section) -> None:
         self.machine.op("change_scores", tile)
@@ -262,18 +314,7 @@ class NumpySoftmax(Softmax, NumpyRole):
 
     def mask(self, work: Work, tile: int, section: Section) -> None:
         self.machine.op("mask", tile)
-        keys = tile * self.config.tile_n + np.arange(self.config.tile_n)
-        lo, hi = self.cta.limits(work, self.index)
-        self.s[(keys >= hi) | ((keys < lo) & (section is Section.LEFT))] = -math.inf
-
-    def row_max(self) -> None:
-        self.machine.op("row_max")
-        most = np.fmax(np.fmax.reduce(self.s, axis=1, keepdims=True) * self.tensors.scale_log2, FLOOR)
-        moves = most > self.reference + self.config.rescale_above
-        if self.machine.policy != "steady" and self.machine.random.random() < 0.25:  # to rescale is always allowed
-            moves = most > self.reference
-        self.factor[:] = np.where(moves, np.exp2(self.reference - most), 1)
-        self.reference[:] = np.where(moves, most, self.reference)
+        self.hide(tile * self.config.tile_n, *self.cta.limits(work, self.index), left=section is Section.LEFT)
 
     def write_factor(self) -> None:
         self.machine.op("write_factor")
@@ -287,14 +328,7 @@ class NumpySoftmax(Softmax, NumpyRole):
         self.machine.op("exponents", tile)
         if self.of[0] is None or self.of[0][1] != tile:
             self.machine.fail(TileError, f"S is of {self.of[0]}")
-        self.s[:] = np.exp2(self.s * self.tensors.scale_log2 - self.reference)
-        self.row_sum[:] = self.row_sum * self.factor + self.s.sum(axis=1, keepdims=True)
-        self.causality.touch(writes=[self.tmem.where_p], kind="tensor")
-        if (self.s > 2.0**self.config.rescale_above).any():
-            self.machine.fail(RangeError, f"a weight is {self.s.max()}")
-        self.tmem.p[:] = self.s
-        self.tmem.s[:, : self.s.shape[1] // HALF] = math.nan
-        self.tmem.of_p = self.of[0]
+        self.store_weights(self.tmem)
 
     def write_sum(self) -> None:
         self.machine.op("write_sum")
@@ -383,17 +417,23 @@ class NumpyStore(Store, NumpyRole):
 # -- a CTA -------------------------------------------------------------------------------------------------------------
 
 
-class Tmem:
-    """The tensor memory of a Q tile: S in some columns, P in the first half of these, O in others."""
+class Scored:
+    """Columns of tensor memory that have S of a Q tile, and then P in the first half of them."""
 
-    def __init__(self, index: int, rows: int, tile_n: int, value_dim: int) -> None:
+    def __init__(self, rows: int, tile_n: int, start: int) -> None:
         self.s, self.p = (np.full((rows, tile_n), math.nan) for _ in range(2))
-        self.o = np.full((rows, value_dim), math.nan)
         self.of_s: Any = None  # the work tile and the KV tile
         self.of_p: Any = None
-        start = index * tile_n
         self.where_s = Region("tensor memory", start, start + tile_n)
         self.where_p = Region("tensor memory", start, start + tile_n // HALF)
+
+
+class Tmem(Scored):
+    """The tensor memory of a Q tile: S in some columns, O in others."""
+
+    def __init__(self, index: int, rows: int, tile_n: int, value_dim: int) -> None:
+        super().__init__(rows, tile_n, index * tile_n)
+        self.o = np.full((rows, value_dim), math.nan)
         start = len(PAIR) * tile_n + index * value_dim
         self.where_o = Region("tensor memory", start, start + value_dim)
 

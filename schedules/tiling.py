@@ -7,7 +7,7 @@ before anything is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any, get_args
@@ -21,6 +21,7 @@ ONES = 8  # the smallest step of a wgmma's N
 ROWS_PER_WARPGROUP = 64  # M of one wgmma
 SWIZZLE_BYTES = (128, 64, 32)  # of the rows of a block in shared memory
 ELEMENT_BYTES = 2
+S_STAGES = 2  # tiles that paged attention has S or P of in tensor memory
 TOLD_BYTES = 16  # of the number of the next work tile, where several producer warps need it
 POSTED_BYTES = 4 * max(len(RaggedWork._fields), len(Split._fields))  # a work tile beside Q, at most
 
@@ -45,6 +46,18 @@ CHIPS = {
 def swizzle_bytes(elements: int) -> int:
     """The widest swizzle whose blocks `elements` are a multiple of, as CuTe's `make_smem_layout_a` and `_b` choose."""
     return next(width for width in SWIZZLE_BYTES if elements * ELEMENT_BYTES % width == 0)
+
+
+def refuse_registers(chip: Chip, threads: int, registers: Sequence[int]) -> str | None:
+    """Why the warpgroups of a CTA of so many threads cannot have these `setmaxnreg`, or None."""
+    for count in registers:
+        if count % 8 or not 24 <= count <= chip.max_registers_per_thread:
+            return f"setmaxnreg {count}: a multiple of 8 from 24 to {chip.max_registers_per_thread}"
+    # setmaxnreg trades registers inside what the CTA was launched with, and waits for ever for more.
+    launched = chip.registers // threads // 8 * 8 * len(registers)
+    if sum(registers) > launched:
+        return f"setmaxnreg wants {sum(registers)} registers over the warpgroups, the CTA is launched with {launched}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -105,6 +118,23 @@ class Tiles:
         """Of tensor memory, in use."""
         return 0
 
+    @property
+    def exact(self) -> bool:
+        """Row sums are added up in float32, as LSEs need them."""
+        return True
+
+    def serves(self, lse: bool) -> bool:
+        """Whether calls that want LSEs, or others, can have it."""
+        return self.exact or not lse
+
+    def holds(self, score: str) -> bool:
+        """Whether its registers are enough for what is done to scores."""
+        return True
+
+    def takes(self, piece: int) -> bool:
+        """Whether a forward kernel reads K and V from pages in pieces of so many keys, or if 0 not from pages."""
+        return piece == 0
+
 
 @dataclass(frozen=True)
 class BlockConfig(Tiles):
@@ -155,7 +185,7 @@ class BlockConfig(Tiles):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        """setmaxnreg of each role, ascending."""
+        """setmaxnreg of each role."""
         return self.producer_registers, self.consumer_registers
 
     @property
@@ -165,20 +195,14 @@ class BlockConfig(Tiles):
 
     @property
     def exact(self) -> bool:
-        """Row sums are added up in float32, as LSEs need them."""
         return self.ones == 0
 
-    def serves(self, lse: bool) -> bool:
-        """Whether calls that want LSEs, or others, can have it."""
-        return self.exact or not lse
-
     def takes(self, piece: int) -> bool:
-        """Whether K and V can come from pages in pieces of so many keys, or if 0 not from pages."""
         return piece == 0 or self.tile_n % piece == 0
 
     def holds(self, score: str) -> bool:
-        """Whether its registers are enough for what is done to scores: 160 are not for softcap and ALiBi together, nor
-        for softcap where a row's maximum and sum are in registers, too."""
+        """160 are not for softcap and ALiBi together, nor for softcap where a row's maximum and sum are in registers,
+        too."""
         return self.consumers < 3 or score in ("plain", "alibi") or (score == "softcap" and self.ones > 0)
 
     @property
@@ -220,14 +244,10 @@ class BlockConfig(Tiles):
             return f"head_dim {self.value_dim} and {self.ones} columns of ones are more than 256, the N of the PV wgmma"
         if (need := self.smem_bytes()) > chip.smem_bytes:
             return f"{need} bytes of shared memory, {chip.name} has {chip.smem_bytes}"
-        for registers in (self.producer_registers, self.consumer_registers):
-            if registers % 8 or not 24 <= registers <= chip.max_registers_per_thread:
-                return f"setmaxnreg {registers}: a multiple of 8 from 24 to {chip.max_registers_per_thread}"
-        # setmaxnreg trades registers inside what the CTA was launched with, and waits for ever for more.
-        launched = chip.registers // self.threads // 8 * 8 * (self.consumers + 1)
-        wanted = self.producer_registers + self.consumers * self.consumer_registers
-        if wanted > launched:
-            return f"setmaxnreg wants {wanted} registers over the warpgroups, the CTA is launched with {launched}"
+        if reason := refuse_registers(
+            chip, self.threads, (self.producer_registers, *[self.consumer_registers] * self.consumers)
+        ):
+            return reason
         accumulators = (self.tile_n + self.value_dim + self.ones) // 2 + self.tile_n // 4  # S and O, and P in 16 bits
         if accumulators + 24 > self.consumer_registers:
             return f"S, P and O need {accumulators} registers, {self.consumer_registers} leave too few for the rest"
@@ -280,7 +300,8 @@ class TmemConfig(Tiles):
     other_registers: int  # and of the warps that load, multiply and store
     # Of 128 exponentials those that the FMA pipe computes, by a polynomial.
     polynomials: int = 0
-    rescale_above: float = 8.0  # log2; by how much a row's maximum outgrows its reference before O shrinks
+    # log2; by how much a row's maximum outgrows its reference before O shrinks: see `BlockConfig.rescale_above`.
+    rescale_above: float = 2.0
     head_dim_v: int = 0  # of V and O, 0 where it is that of Q and K; padded like it
     q_rows: int = 128  # of one of the two Q tiles
 
@@ -300,29 +321,13 @@ class TmemConfig(Tiles):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        """setmaxnreg of each role, ascending."""
-        return tuple(sorted((self.softmax_registers, self.correct_registers, self.other_registers)))
+        """setmaxnreg of each role."""
+        return self.softmax_registers, self.correct_registers, self.other_registers
 
     @property
     def scores_per_thread(self) -> int:
         """Of a KV tile: a row."""
         return self.tile_n
-
-    @property
-    def exact(self) -> bool:
-        """Row sums are added up in float32: calls that want LSEs, and others, share a kernel."""
-        return True
-
-    def serves(self, lse: bool) -> bool:
-        return True
-
-    def holds(self, score: str) -> bool:
-        """Registers are enough for whatever is done to scores."""
-        return True
-
-    def takes(self, piece: int) -> bool:
-        """K and V cannot come from pages."""
-        return piece == 0
 
     @property
     def q_slots(self) -> int:
@@ -373,18 +378,86 @@ class TmemConfig(Tiles):
             return f"{columns} columns of tensor memory, {chip.name} has {chip.tmem_columns}"
         if (need := self.smem_bytes()) > chip.smem_bytes:
             return f"{need} bytes of shared memory, {chip.name} has {chip.smem_bytes}"
-        registers = self.softmax_registers, self.correct_registers, self.other_registers
-        for count in registers:
-            if count % 8 or not 24 <= count <= chip.max_registers_per_thread:
-                return f"setmaxnreg {count}: a multiple of 8 from 24 to {chip.max_registers_per_thread}"
-        # setmaxnreg trades registers inside what the CTA was launched with, and waits for ever for more.
-        launched = chip.registers // self.threads // 8 * 8 * 4
-        if (wanted := registers[0] + sum(registers)) > launched:
-            return f"setmaxnreg wants {wanted} registers over the warpgroups, the CTA is launched with {launched}"
-        return None
+        return refuse_registers(chip, self.threads, (self.softmax_registers, *self.registers))
 
 
-TiledConfig = BlockConfig | TmemConfig
+@dataclass(frozen=True)
+class TmemPagedConfig(Tiles):
+    """The same of paged attention (`schedules.decode_tmem`): a warpgroup fetches, one decodes, and of another one a
+    warp multiplies."""
+
+    head_dim: int
+    tile_n: int
+    stages: int
+    q_stages: int
+    fetch_registers: int  # setmaxnreg, per thread
+    decode_registers: int
+    other_registers: int
+    head_dim_v: int = 0
+    rescale_above: float = 2.0
+    tile_m: int = WARPGROUP  # query rows, one for each thread that decodes
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """setmaxnreg of each role."""
+        return self.fetch_registers, self.decode_registers, self.other_registers
+
+    @property
+    def scores_per_thread(self) -> int:
+        """Of a KV tile: a row."""
+        return self.tile_n
+
+    @property
+    def threads(self) -> int:
+        return 3 * WARPGROUP
+
+    @property
+    def tiles(self) -> tuple[tuple[int, int], ...]:
+        """Slots in shared memory of Q, K and V, and the bytes of one."""
+        row, value_row = self.head_dim * ELEMENT_BYTES, self.value_dim * ELEMENT_BYTES
+        return (
+            (self.q_stages, self.tile_m * row),
+            (self.stages, self.tile_n * row),
+            (self.stages, self.tile_n * value_row),
+        )
+
+    @property
+    def barriers(self) -> int:
+        """A full and an empty one for each slot, one for each S, and two signals."""
+        return 2 * (self.q_stages + 2 * self.stages) + S_STAGES + 2
+
+    @property
+    def tmem_columns(self) -> int:
+        """S, or P, of two tiles, and O."""
+        return S_STAGES * self.tile_n + self.value_dim
+
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA: tiles, barriers, the address of tensor memory, the splits posted, and how many
+        parts have arrived."""
+        beside = 8 * self.barriers + 2 * 16 + POSTED_BYTES * self.q_stages
+        return sum(count * size for count, size in self.tiles) + 1024 * -(-beside // 1024)
+
+    def check(self, chip: Chip) -> str | None:
+        """Why this config cannot run on `chip`, or None."""
+        for name in ("head_dim", "value_dim"):
+            if getattr(self, name) % 32 or not 32 <= getattr(self, name) <= 256:
+                return f"{name} {getattr(self, name)} is not a multiple of 32 from 32 to 256"
+        if self.tile_m != WARPGROUP:
+            return f"tiles of {self.tile_m} queries: {WARPGROUP}, a row a thread"
+        if self.tile_n % 32 or not 32 <= self.tile_n <= 128:
+            return f"tiles of {self.tile_n} keys: 32, 64, 96 or 128, a quarter of them for each warp that fetches"
+        if min(self.stages, self.q_stages) < 1:
+            return f"{self.stages} and {self.q_stages} stages: each ring needs 1"
+        if not 0 <= self.rescale_above <= 8:  # also refuses NaN
+            return f"rescale_above {self.rescale_above}: 0 to 8"
+        if (columns := self.tmem_columns) > chip.tmem_columns:
+            return f"{columns} columns of tensor memory, {chip.name} has {chip.tmem_columns}"
+        if (need := self.smem_bytes()) > chip.smem_bytes:
+            return f"{need} bytes of shared memory, {chip.name} has {chip.smem_bytes}"
+        return refuse_registers(chip, self.threads, self.registers)
+
+
+TiledConfig = BlockConfig | TmemConfig | TmemPagedConfig
 AnyConfig = TiledConfig | CopyConfig
 
 
@@ -545,7 +618,24 @@ PAGED_SM90 = tuple(
         (256, 0, 32, 4),
     )
 )
-PAGED_TABLES = {"sm_90a": PAGED_SM90}  # of the architectures that have kernels for it
+
+_PAGED_SM100_REASON = (
+    "Blackwell reads 1.67 times as fast as Hopper, which has 128 KB in flight: about 160 KB, which is what fits beside "
+    "the rows of Q at most head dims"
+)
+PAGED_SM100 = tuple(
+    Choice(TmemPagedConfig(head_dim, tile_n, stages, q_stages, 200, 208, 96, head_dim_v), _PAGED_SM100_REASON)
+    for head_dim, head_dim_v, tile_n, stages, q_stages in (
+        (64, 0, 128, 5, 2),
+        (128, 64, 64, 6, 2),
+        (128, 0, 64, 5, 2),
+        (192, 128, 64, 4, 1),
+        (192, 0, 32, 7, 1),
+        (256, 0, 32, 5, 1),
+    )
+)
+# Of the architectures that have kernels for it.
+PAGED_TABLES = {"sm_90a": PAGED_SM90, "sm_100a": PAGED_SM100, "sm_103a": PAGED_SM100}
 SAMPLED = 6  # Q tiles at most that `predicted_us` looks at: it runs for every new shape of a call
 
 

@@ -390,10 +390,13 @@ def find_loops(code: Sequence[Instruction]) -> tuple[Loop, ...]:
     def instructions(blocks: Iterable[int]) -> list[Instruction]:
         return [instruction for block in blocks for instruction in graph.blocks[block]]
 
-    works = {header for header, members in loops.items() if _works(instructions(members))}
+    rounds = {
+        header: (instructions(members), instructions(graph.shortest_round(header, members)))
+        for header, members in sorted(loops.items())
+    }
+    works = {header for header, (everything, common) in rounds.items() if _works(everything, common)}
     found = []
-    for header, members in sorted(loops.items()):
-        everything, common = instructions(members), instructions(graph.shortest_round(header, members))
+    for header, (everything, common) in rounds.items():
         found.append(
             Loop(
                 address=header * INSTRUCTION_BYTES,
@@ -402,7 +405,7 @@ def find_loops(code: Sequence[Instruction]) -> tuple[Loop, ...]:
                 kinds=_kinds(common),
                 all_kinds=_kinds(everything),
                 waits=_waits(common),
-                innermost=works & members == {header},
+                innermost=works & loops[header] == {header},
                 opcodes=Counter(instruction.opcode.split(".")[0] for instruction in common),
                 columns=sum(map(_columns, common)),
             )
@@ -415,11 +418,12 @@ def _kinds(code: Iterable[Instruction]) -> dict[str, int]:
     return {kind: counts[kind] for kind in [*(kind for kind, _ in KINDS), "other"]}
 
 
-def _works(code: Sequence[Instruction]) -> bool:
-    """A loop of this code works on KV tiles: it multiplies, or it loads scores from tensor memory and has an
+def _works(everything: Sequence[Instruction], common: Sequence[Instruction]) -> bool:
+    """A loop works on KV tiles: it multiplies, or it loads scores from tensor memory on every round, and has an
     exponential or a maximum for every fourth of them. Correction loads as much, of O, but exponentiates once a row."""
-    kinds, columns = _kinds(code), sum(map(_columns, code))
-    return kinds["mma"] > 0 or (kinds["ex2"] > 0 and 4 * (kinds["ex2"] + kinds["max"]) >= columns > 0)
+    kinds, columns = _kinds(common), sum(map(_columns, common))
+    softmax = kinds["ex2"] > 0 and 4 * (kinds["ex2"] + kinds["max"]) >= columns > 0
+    return softmax or _kinds(everything)["mma"] > 0
 
 
 def _columns(instruction: Instruction) -> int:

@@ -1,4 +1,4 @@
-"""Changes to the source of a role program, one at a time: what `tests.cpu.test_mutations` calls mutants."""
+"""Changes to the source of a role program, one at a time: mutants, which `tests.cpu.test_mutations*` run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import ast
 import builtins
 import copy
 import inspect
+import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 ONE_KIND = ("post", "work", "borrow", "give_back", "reclaim")  # what other rings cannot do
@@ -20,6 +22,68 @@ class Alike(NamedTuple):
     groups: Sequence[Sequence[str]]
     instead: Mapping[str, str]
     operators: Mapping[type[ast.operator], type[ast.operator]] = {}
+
+
+class Mutant(NamedTuple):
+    """A method of `subject`, changed."""
+
+    subject: type
+    method: ast.FunctionDef
+
+    def methods(self) -> dict[str, Any]:
+        """The changed one, by its name."""
+        namespace = dict(vars(sys.modules[self.subject.__module__]))
+        exec(compile(ast.fix_missing_locations(ast.Module([self.method], [])), "<mutant>", "exec"), namespace)
+        return {self.method.name: namespace[self.method.name]}
+
+
+def mutants_of(subjects: Mapping[type, Alike], without: Sequence[str] = ()) -> dict[str, Mutant]:
+    """Every mutant by its name: class, method, what was changed and, if that is not unique, which time; but for changes
+    that have `without` in them."""
+    found: dict[str, Mutant] = {}
+    times: Counter[str] = Counter()
+    for subject, alike in subjects.items():
+        for method in written_methods(subject):
+            for change, mutated in changes(method, alike):
+                if any(text in change for text in without):
+                    continue
+                name = f"{subject.__name__}.{method.name}: {change}"
+                times[name] += 1
+                found[name if times[name] == 1 else f"{name}  [{times[name]}]"] = Mutant(subject, mutated)
+    return found
+
+
+def judge(name: str, error: Exception | None, reasons: Mapping[str, str]) -> None:
+    """Someone must have objected, unless there is a reason why not."""
+    if name in reasons:
+        assert error is None, "it stands in HARMLESS"
+    else:
+        assert error is not None, "nobody noticed"
+
+
+def is_not_stale(harmless: Mapping[str, Sequence[str]], mutants: Iterable[str]) -> None:
+    names = [name for group in harmless.values() for name in group]
+    assert sorted(set(names) - set(mutants)) == []
+    assert len(names) == len(set(names)), "each has one reason"
+
+
+def reach_every_call(subjects: Iterable[type], mutants: Iterable[str]) -> None:
+    """Every call statement of the programs is removed in one mutant, and every method has mutants that does more than
+    to return something."""
+    for subject in subjects:
+        for method in written_methods(subject):
+            mine = [name for name in mutants if name.startswith(f"{subject.__name__}.{method.name}: ")]
+            calls = [s for s in ast.walk(method) if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
+            assert mine or isinstance(method.body[-1], ast.Return | ast.Expr), method.name
+            assert len([name for name in mine if ": without " in name]) == len(calls), method.name
+
+
+def tell(ctas: Mapping[str, Any], objection: Callable[[Any], Exception | None], reasons: Mapping[str, str]) -> None:
+    """Prints what becomes of each."""
+    for name, cta in ctas.items():
+        error = objection(cta)
+        because = reasons.get(name, "NOBODY NOTICED") if error is None else error
+        print(f"{type(error).__name__ if error else '-':12} {name}\n{'':12} {because}", flush=True)
 
 
 def written_methods(subject: type) -> Iterator[ast.FunctionDef]:

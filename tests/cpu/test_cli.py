@@ -22,7 +22,7 @@ from fmha.problem import PagedProblem, Problem
 from perf import resources
 from schedules import simulate
 from schedules.scores import SCORES
-from schedules.tiling import PAGED_TABLES, TABLES, BlockConfig, TmemConfig, choose, rows
+from schedules.tiling import PAGED_TABLES, TABLES, BlockConfig, TmemConfig, TmemPagedConfig, choose, rows
 
 ARCH = "sm_90a"
 ONE = ["--head-dim", "64", "--mask", "dense", "--dtype", "bfloat16"]
@@ -69,7 +69,7 @@ def test_help(arguments: list[str], words: list[str], capsys: pytest.CaptureFixt
     ("arguments", "words"),
     [
         (["--arch", "sm_100a", "--head-dim", "192"], ["head_dim 192", "multiples of 8 up to 128"]),
-        (["--arch", "sm_100a", "--paged"], ["attention over pages on sm_100a", "sm_90a (Hopper)"]),
+        (["--arch", "sm_100a", "--paged", "--head-dim", "264"], ["head_dim 264", "multiples of 8 up to 256"]),
         (["--arch", "sm_75"], ["sm_75", "sm_90a (Hopper)"]),
         (["--head-dim", "64", "100"], ["head_dim 100", "multiples of 8 up to 256"]),
         (["--head-dim", "264"], ["head_dim 264", "256"]),
@@ -144,12 +144,24 @@ def test_head_dims_select_the_paged_kernels_that_serve_them(head_dims: list[int]
 
 @pytest.mark.parametrize("arch", problem.UNRUN)
 @pytest.mark.parametrize(
-    ("arguments", "count"), [([], 18), (["--ragged", "--score", *SCORES], 72), (["--head-dim", "72"], 6)]
+    ("arguments", "forward", "paged"),
+    [([], 18, 24), (["--ragged", "--score", *SCORES], 72, 0), (["--head-dim", "72"], 6, 4), (["--paged"], 0, 24)],
 )
-def test_every_kernel_of_another_architecture_is_among_them(arch: str, arguments: list[str], count: int) -> None:
-    """Without pages: it has no such kernel."""
+def test_every_kernel_of_another_architecture_is_among_them(
+    arch: str, arguments: list[str], forward: int, paged: int
+) -> None:
     chosen = cli.selection(cli.parser().parse_args(["inspect", "--arch", arch, *arguments]))
-    assert len(chosen) == len(set(chosen)) == count
+    assert len(chosen) == len(set(chosen)) == forward + paged
+    assert sum(isinstance(variant.config, TmemConfig) for variant in chosen) == forward
+    assert sum(isinstance(variant.config, TmemPagedConfig) for variant in chosen) == paged
+
+
+def test_an_architecture_without_paged_kernels_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(PAGED_TABLES, "sm_100a")
+    assert "attention over pages on sm_100a" in says(capsys, "inspect", "--arch", "sm_100a", "--paged", status=2)[1]
+    chosen = cli.selection(cli.parser().parse_args(["inspect", "--arch", "sm_100a", "--head-dim", "64"]))
     assert {type(variant.config) for variant in chosen} == {TmemConfig}
 
 
@@ -199,9 +211,13 @@ def test_kernels_of_another_architecture_are_compiled_and_inspected(
     (entry,) = json.loads((tmp_path / "manifest.json").read_text())
     config = choose(64, "sm_100a")
     assert entry["name"] == "sm_100a-d64-dense-bf16" and entry["config"] == dataclasses.asdict(config)
+    says(capsys, "compile", "--out", str(tmp_path / "paged"), "--arch", "sm_100a", "--paged", *ONE[:2], *ONE[4:])
+    paged = resources.folder(tmp_path / "paged")
+    assert paged.keys() == {"sm_100a-d64-paged-bf16", "sm_100a-d64-paged-bf16-vllm"}
+    assert all(found.tmem_columns == 320 and not found.spills for found in paged.values())
     (row,) = json.loads(says(capsys, "inspect", "--json", *options)[0])
     assert (row["arch"], row["spills"], row["stack_bytes"]) == ("sm_100a", 0, 0)
-    assert row["setmaxnreg"] == list(config.registers)
+    assert row["setmaxnreg"] == sorted(config.registers)
     assert (row["smem_bytes"], row["tmem_columns"]) == (config.smem_bytes(), config.tmem_columns) == (232448, 384)
     assert row["body_per_score"] == round(row["body"] / 128, 2)
     (found,) = resources.folder(tmp_path).values()
@@ -274,7 +290,7 @@ def test_the_demo_without_a_gpu(tmp_path: Path) -> None:
     assert "No GPU ran anything" in done.stdout
     count = len(resources.variants()) + len(PAGED_TABLES[ARCH])
     assert f"{count} kernels compiled for sm_90a (Hopper), none spills a register" in done.stdout
-    words = "9 kernels compiled for sm_100a (Blackwell), none spills a register. Nobody has run any of them on a GPU."
+    words = "15 kernels compiled for sm_100a (Blackwell), none spills a register. Nobody has run any of them on a GPU."
     assert words in done.stdout.replace("\n", " ") and "sm_103a" not in done.stdout
     assert resources.variants().keys() <= set(done.stdout.split())
 

@@ -37,15 +37,17 @@ EVERY = {
     "case": (item(case=SMALL), "sm_90a sm_100a sm_103a"),
     "wide case": (item(case=Case(1, 2, 3, 4, 2, 136)), "sm_90a"),
     "wide values": (item(case=Case(1, 2, 3, 4, 2, 64, head_dim_v=192)), "sm_90a"),
-    "pages": (item(PagedProblem("bfloat16", 64)), "sm_90a"),
-    "a case with pages": (item(case=PAGED), "sm_90a"),
-    "either": (item(Problem("bfloat16", 64), PagedProblem("bfloat16", 64)), "sm_90a"),
+    "pages": (item(PagedProblem("bfloat16", 64)), "sm_90a sm_103a"),
+    "a case with pages": (item(case=PAGED), "sm_90a sm_103a"),
+    "wide pages": (item(PagedProblem("bfloat16", 64), head_dim=256), "sm_90a sm_103a"),
+    "both": (item(PagedProblem("bfloat16", 64), Problem("bfloat16", 256)), "sm_90a"),
     "wide, marked": (item(Problem("bfloat16", 256)), "sm_90a"),
 }
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_test_is_skipped_where_no_kernel_serves_it(name: str) -> None:
+def test_a_test_is_skipped_where_no_kernel_serves_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(PAGED_TABLES, "sm_100a")
     test, served = EVERY[name]
     assert {arch for arch in ARCHITECTURES if why_not(test, arch) is None} == set(served.split())
     assert why_not(test, None) == "needs a CUDA device"
@@ -62,13 +64,6 @@ def test_a_gpu_whose_kernels_nobody_has_run_needs_permission(monkeypatch: pytest
     monkeypatch.delenv(ALLOW_UNRUN)
     for arch in ARCHITECTURES:
         assert ("FMHA_ALLOW_UNRUN=1" in str(why_not(item(), arch))) == (arch in UNRUN)
-
-
-def test_with_a_table_paged_tests_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = tuple(row for row in PAGED_TABLES["sm_90a"] if row.config.head_dim <= 128)
-    monkeypatch.setitem(PAGED_TABLES, "sm_100a", narrow)
-    assert why_not(item(case=PAGED), "sm_100a") is None
-    assert "head_dim 192" in str(why_not(item(PagedProblem("bfloat16", 64), head_dim=192), "sm_100a"))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

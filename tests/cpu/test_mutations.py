@@ -10,16 +10,14 @@ schedule.
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
-from dataclasses import dataclass
 from functools import cache
 
 import pytest
 
 from schedules import forward, simulate
 from schedules.machine import CountError, Deadlock, Hazard, OrderError, ScheduleError
-from tests.cpu.mutations import Alike, changes, written_methods
+from tests.cpu.mutations import Alike, Mutant, is_not_stale, judge, mutants_of, reach_every_call, tell
 from tests.cpu.simulation import (
     ADVERSARIES,
     Problem,
@@ -215,39 +213,21 @@ REASONS = {name: reason for reason, names in HARMLESS.items() for name in names}
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """A method of `subject`, changed."""
-
-    subject: type
-    method: ast.FunctionDef
-
-    def cta(self) -> type[simulate.Cta]:
-        namespace = dict(vars(forward))
-        exec(compile(ast.fix_missing_locations(ast.Module([self.method], [])), "<mutant>", "exec"), namespace)
-        methods = {self.method.name: namespace[self.method.name]}
-        if self.subject is forward.Load:
-            return broken(LOAD=type("Mutated", (simulate.NumpyLoad,), methods))
-        if self.subject is forward.JointLoad:
-            mutated = type("Mutated", (simulate.NumpyJointLoad,), methods)
-            return type("BrokenCta", (simulate.JointCta,), {"JOINT_LOAD": mutated})
-        if self.subject is forward.Attend:
-            return broken(ATTEND=type("Mutated", (simulate.NumpyAttend,), methods))
-        return broken_rings(**methods)
+def cta_of(mutant: Mutant) -> type[simulate.Cta]:
+    methods = mutant.methods()
+    if mutant.subject is forward.Load:
+        return broken(LOAD=type("Mutated", (simulate.NumpyLoad,), methods))
+    if mutant.subject is forward.JointLoad:
+        mutated = type("Mutated", (simulate.NumpyJointLoad,), methods)
+        return type("BrokenCta", (simulate.JointCta,), {"JOINT_LOAD": mutated})
+    if mutant.subject is forward.Attend:
+        return broken(ATTEND=type("Mutated", (simulate.NumpyAttend,), methods))
+    return broken_rings(**methods)
 
 
 @cache
 def mutants() -> dict[str, Mutant]:
-    """Every mutant by its name: class, method, what was changed and, if that is not unique, which time."""
-    found: dict[str, Mutant] = {}
-    times: Counter[str] = Counter()
-    for subject in SUBJECTS:
-        for method in written_methods(subject):
-            for change, mutated in changes(method, Alike((*ALIKE, RINGS.get(subject, ())), INSTEAD)):
-                name = f"{subject.__name__}.{method.name}: {change}"
-                times[name] += 1
-                found[name if times[name] == 1 else f"{name}  [{times[name]}]"] = Mutant(subject, mutated)
-    return found
+    return mutants_of({subject: Alike((*ALIKE, RINGS.get(subject, ())), INSTEAD) for subject in SUBJECTS})
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------
@@ -303,12 +283,9 @@ def test_the_programs_themselves_raise_no_objection(cta):
 
 @pytest.mark.parametrize("name", mutants())
 def test_a_mutant_is_found_or_harmless(name):
-    error = objection(mutants()[name].cta())
+    error = objection(cta_of(mutants()[name]))
     found[type(error).__name__ if error else "harmless"] += 1
-    if name in REASONS:
-        assert error is None, "it stands in HARMLESS"
-    else:
-        assert error is not None, "nobody noticed"
+    judge(name, error, REASONS)
 
 
 @pytest.mark.parametrize("name", counts())
@@ -319,27 +296,14 @@ def test_a_wrong_count_is_found(name):
 
 
 def test_no_harmless_mutant_is_stale():
-    assert sorted(set(REASONS) - set(mutants())) == []
-    assert len(REASONS) == sum(map(len, HARMLESS.values())), "each has one reason"
+    is_not_stale(HARMLESS, mutants())
 
 
 def test_mutants_reach_every_method_and_every_call(capsys):
-    """Every call statement of the programs is removed in one mutant, and every method has mutants."""
-    for subject in SUBJECTS:
-        for method in written_methods(subject):
-            mine = [name for name in mutants() if name.startswith(f"{subject.__name__}.{method.name}: ")]
-            calls = [s for s in ast.walk(method) if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
-            assert mine and len([name for name in mine if ": without " in name]) == len(calls)
+    reach_every_call(SUBJECTS, mutants())
     with capsys.disabled():
         print(f"\n{sum(found.values())} mutants: " + ", ".join(f"{n} {kind}" for kind, n in found.most_common()))
 
 
-def main() -> None:
-    for name, cta in [*((name, mutant.cta()) for name, mutant in mutants().items()), *counts().items()]:
-        error = objection(cta)
-        because = REASONS.get(name, "NOBODY NOTICED") if error is None else error
-        print(f"{type(error).__name__ if error else '-':12} {name}\n{'':12} {because}")
-
-
 if __name__ == "__main__":
-    main()
+    tell({name: cta_of(mutant) for name, mutant in mutants().items()} | counts(), objection, REASONS)

@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +20,7 @@ from schedules.machine import CountError, Deadlock, Hazard, ScheduleError
 from schedules.rings import Counts
 from schedules.simulate_decode import DecodeCta, NumpyDecode, NumpyFetch, NumpyPagedRing, NumpyPagedWorkRing
 from schedules.simulate_decode import NumpySplitter as Splitter
-from tests.cpu.mutations import Alike, changes, written_methods
+from tests.cpu.mutations import Alike, Mutant, is_not_stale, judge, mutants_of, reach_every_call, tell
 from tests.cpu.paged import Ask, PagedProblem, run, whole
 from tests.cpu.simulation import ADVERSARIES, WrongNumbers
 
@@ -61,7 +60,7 @@ PROBLEMS = (
     PagedProblem((Ask(1, 20), Ask(0, 60), Ask(1, 20)), packed=True, multiprocessors=3),  # alike, and one without a row
 )
 SEEDS = range(2)
-SUBJECTS = (decode.Fetch, decode.Decode, splits.Splitter)
+SUBJECTS = (decode.Fetch, decode.Decode, decode.SplitRole, splits.Splitter)
 RINGS = ("self.q", "self.k", "self.v")
 ROLES = Alike(
     (
@@ -286,41 +285,20 @@ def broken(**changes: Any) -> type[DecodeCta]:
     return type("BrokenCta", (Watched,), changes)
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """A method of `subject`, changed."""
-
-    subject: type
-    method: ast.FunctionDef
-
-    def cta(self) -> type[DecodeCta]:
-        module = splits if self.subject is splits.Splitter else decode
-        namespace = dict(vars(module))
-        exec(compile(ast.fix_missing_locations(ast.Module([self.method], [])), "<mutant>", "exec"), namespace)
-        methods = {self.method.name: namespace[self.method.name]}
-        name, base = {
-            decode.Fetch: ("FETCH", NumpyFetch),
-            decode.Decode: ("DECODE", NumpyDecode),
-            splits.Splitter: ("SPLITTER", Splitter),
-        }[self.subject]
-        return broken(**{name: type("Mutated", (base,), methods)})
+def cta_of(mutant: Mutant) -> type[DecodeCta]:
+    name, base = {
+        decode.Fetch: ("FETCH", NumpyFetch),
+        decode.Decode: ("DECODE", NumpyDecode),
+        decode.SplitRole: ("DECODE", NumpyDecode),
+        splits.Splitter: ("SPLITTER", Splitter),
+    }[mutant.subject]
+    return broken(**{name: type("Mutated", (base,), mutant.methods())})
 
 
 @cache
 def mutants() -> dict[str, Mutant]:
-    """Every mutant by its name: class, method, what was changed and, if that is not unique, which time."""
-    found: dict[str, Mutant] = {}
-    times: Counter[str] = Counter()
-    for subject in SUBJECTS:
-        alike = ARITHMETIC if subject is splits.Splitter else ROLES
-        for method in written_methods(subject):
-            for change, mutated in changes(method, alike):
-                if any(operation in change for operation in NO_OPERATIONS):
-                    continue
-                name = f"{subject.__name__}.{method.name}: {change}"
-                times[name] += 1
-                found[name if times[name] == 1 else f"{name}  [{times[name]}]"] = Mutant(subject, mutated)
-    return found
+    alike = {subject: ARITHMETIC if subject is splits.Splitter else ROLES for subject in SUBJECTS}
+    return mutants_of(alike, NO_OPERATIONS)
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------
@@ -372,7 +350,7 @@ def objection(cta: type[DecodeCta], policies: Sequence[str] = ADVERSARIES) -> Ex
 
 def objection_to(mutant: Mutant) -> Exception | None:
     """What is done when does not depend on how units are dealt out."""
-    return objection(mutant.cta(), ("random",) if mutant.subject is splits.Splitter else ADVERSARIES)
+    return objection(cta_of(mutant), ("random",) if mutant.subject is splits.Splitter else ADVERSARIES)
 
 
 def test_the_programs_themselves_raise_no_objection():
@@ -381,11 +359,7 @@ def test_the_programs_themselves_raise_no_objection():
 
 @pytest.mark.parametrize("name", mutants())
 def test_a_mutant_is_found_or_harmless(name):
-    error = objection_to(mutants()[name])
-    if name in REASONS:
-        assert error is None, "it stands in HARMLESS"
-    else:
-        assert error is not None, "nobody noticed"
+    judge(name, objection_to(mutants()[name]), REASONS)
 
 
 @pytest.mark.parametrize("name", counts())
@@ -395,24 +369,13 @@ def test_a_wrong_count_is_found(name):
 
 
 def test_no_harmless_mutant_is_stale():
-    assert sorted(set(REASONS) - set(mutants())) == []
-    assert len(REASONS) == sum(map(len, HARMLESS.values())), "each has one reason"
+    is_not_stale(HARMLESS, mutants())
 
 
 def test_mutants_reach_every_call_of_the_roles():
-    for subject in (decode.Fetch, decode.Decode):
-        for method in written_methods(subject):
-            mine = [name for name in mutants() if name.startswith(f"{subject.__name__}.{method.name}: ")]
-            calls = [s for s in ast.walk(method) if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
-            assert len([name for name in mine if ": without " in name]) == len(calls)
-
-
-def main() -> None:
-    for name in (*mutants(), *counts()):
-        error = objection_to(mutants()[name]) if name in mutants() else objection(counts()[name])
-        because = REASONS.get(name, "NOBODY NOTICED") if error is None else error
-        print(f"{type(error).__name__ if error else '-':12} {name}\n{'':12} {because}")
+    reach_every_call((decode.Fetch, decode.Decode, decode.SplitRole), mutants())
 
 
 if __name__ == "__main__":
-    main()
+    tell(mutants(), objection_to, REASONS)
+    tell(counts(), objection, REASONS)

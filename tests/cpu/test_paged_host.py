@@ -18,7 +18,7 @@ from fmha import paged, reference
 from fmha.jit import arguments, launch, library, workspace
 from fmha.problem import PagedProblem, Unsupported
 from schedules.splits import UNLIMITED, counters_needed, parts_needed
-from schedules.tiling import ROWS_PER_WARPGROUP, BlockConfig
+from schedules.tiling import ROWS_PER_WARPGROUP, TiledConfig
 from tests.cpu.stand_in import MULTIPROCESSORS, STREAM, pass_for_gpu, strided, vector
 from tests.paged import PagedCase, Tensors, call, compare, tensors
 
@@ -43,12 +43,13 @@ CASES = {
 class Kernel:
     """Computes what the kernel would, of the numbers that it gets."""
 
-    def __init__(self) -> None:
+    def __init__(self, arch: str = "sm_90a") -> None:
+        self.arch = arch
         self.calls: list[dict[str, int]] = []
         self.problem: PagedProblem | None = None
 
-    def fetch(self, problem: PagedProblem, config: BlockConfig, arch: str) -> Kernel:
-        assert arch == "sm_90a"
+    def fetch(self, problem: PagedProblem, config: TiledConfig, arch: str) -> Kernel:
+        assert arch == self.arch
         self.problem, self.config = problem, config
         return self
 

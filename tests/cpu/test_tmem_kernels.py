@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from fmha.jit import compile, sass
-from fmha.problem import Problem
-from schedules.tiling import CHIPS, SM100, TmemConfig
+from fmha.problem import PagedProblem, Problem
+from schedules.tiling import CHIPS, PAGED_SM100, SM100, TmemConfig, TmemPagedConfig
 from tests.cpu.simulation import tmem
 
-CONFIGS = [row.config for row in SM100]
+CONFIGS, PAGED = ([row.config for row in table] for table in (SM100, PAGED_SM100))
 ARCHITECTURES = [name for name, chip in CHIPS.items() if chip.tmem_columns]
 FLASH_ATTENTION_4 = 514  # instructions a KV tile, at D 128, with as many exponentials for MUFU
 WHOLE = 128  # exponentials of a row, and one by which the row shrinks
 
 
-def resources(problem: Problem, config: TmemConfig, arch: str) -> sass.Resources:
+def resources(problem: Problem | PagedProblem, config: TmemConfig | TmemPagedConfig, arch: str) -> sass.Resources:
     return sass.read(compile.cubin(compile.compile_object(problem, config, arch)))
 
 
@@ -52,6 +52,55 @@ def test_nothing_is_spilled_and_registers_are_those_of_the_config(problem, confi
     mmas = [loop for loop in found.loops if loop.all_kinds["mma"] and loop.innermost]
     steps = 2 * (config.head_dim // 16 + config.tile_n // 16)
     assert [loop.all_kinds["mma"] for loop in mmas] == [steps]
+
+
+def some_paged() -> list[tuple[PagedProblem, TmemPagedConfig, str]]:
+    """Each config, with each dtype, score and layout one time or another."""
+    kinds = [("bfloat16", "plain", "rows"), ("float16", "softcap", "vllm"), ("bfloat16", "softcap", "rows")]
+    found = []
+    for i, config in enumerate(PAGED):
+        dtype, score, layout = kinds[i % len(kinds)]
+        problem = PagedProblem(dtype, config.head_dim, score, config.head_dim_v, layout)
+        found.append((problem, config, ARCHITECTURES[i % 2]))
+    return found
+
+
+@pytest.mark.parametrize("problem, config, arch", some_paged())
+def test_decoding_spills_nothing_either(problem, config, arch):
+    found = resources(problem, config, arch)
+    assert (found.local_loads, found.local_stores, found.stack_bytes) == (0, 0, 0)
+    assert found.setmaxnreg == tuple(sorted(config.registers))
+    assert found.registers == 64 * 1024 // config.threads // 8 * 8, "the launch's"
+    body = found.body
+    assert body.kinds["ex2"] == config.tile_n + 1 and body.columns == config.tile_n
+    assert body.kinds["select"] <= 1, "no mask"
+    assert len(found.masked) == 2 and all(loop.kinds["ex2"] == config.tile_n + 1 for loop in found.masked)
+    mmas = [loop for loop in found.loops if loop.all_kinds["mma"] and loop.innermost]
+    assert [loop.all_kinds["mma"] for loop in mmas] == [config.head_dim // 16 + config.tile_n // 16]
+
+
+@pytest.mark.parametrize("config", PAGED, ids=lambda config: f"{config.head_dim}-{config.value_dim}")
+def test_configs_of_decoding_fit(config):
+    in_flight = sum(config.stages * size for _, size in config.tiles[1:])
+    assert 144 * 1024 <= in_flight <= 168 * 1024, "what the table says"
+
+
+def test_what_does_not_fit_of_decoding_is_refused_with_its_reason():
+    chip, config = CHIPS["sm_100a"], PAGED[2]
+    for change, reason in (
+        ({"head_dim": 100}, "multiple of 32"),
+        ({"head_dim_v": 512}, "from 32 to 256"),
+        ({"tile_m": 64}, "a row a thread"),
+        ({"tile_n": 48}, "32, 64, 96 or 128"),
+        ({"stages": 0}, "each ring needs 1"),
+        ({"stages": 6}, "bytes of shared memory"),
+        ({"rescale_above": 9.0}, "rescale_above"),
+        ({"fetch_registers": 208}, "setmaxnreg wants 512 registers over the warpgroups"),
+        ({"other_registers": 20}, "setmaxnreg 20"),
+    ):
+        assert reason in str(replace(config, **change).check(chip)), change
+    few = replace(chip, tmem_columns=128)
+    assert "256 columns of tensor memory, sm_100a has 128" in str(config.check(few))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.head_dim)

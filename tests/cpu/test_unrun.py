@@ -14,9 +14,12 @@ from fmha import checks, paged, reference
 from fmha.jit import arguments, compile, launch, library
 from fmha.jit.store import Store, fingerprint
 from fmha.problem import ALLOW_UNRUN, ARCHITECTURES, UNRUN, PagedProblem, Problem, Unsupported, WriteProblem, unrun
-from schedules.tiling import PAGED_SM90, PAGED_TABLES, SM100, CopyConfig, TmemConfig
+from schedules.tiling import PAGED_TABLES, SM100, CopyConfig, TmemConfig, TmemPagedConfig
+from tests import paged as paged_cases
 from tests.cpu.stand_in import pass_for_gpu
 from tests.cpu.test_attention_host import Kernel, assert_right, tensors
+from tests.cpu.test_paged_host import CASES as PAGED_CASES
+from tests.cpu.test_paged_host import Kernel as PagedKernel
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ROWS = 256  # of a work tile: two Q tiles
@@ -54,11 +57,18 @@ def write() -> None:
     fmha.write_kv(new, new, *pages, torch.tensor([3, -1]))
 
 
+def decode() -> None:
+    q, pages = torch.zeros(1, 2, 64, dtype=BF16), torch.zeros(2, 4, 16, 1, 64, dtype=BF16)
+    one = torch.ones(1, dtype=torch.int32)
+    fmha.attention_paged(q, *pages, one[None], one)
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "attention": lambda: fmha.attention(*tensors()),
     "no query": lambda: fmha.attention(*tensors(seqlen_q=0)),
     "seqused": lambda: fmha.attention(*tensors(batch=1), seqused_k=torch.tensor([3], dtype=torch.int32)),
     "packed": lambda: fmha.attention_varlen(*packed()),
+    "pages": decode,
     "write_kv": write,
 }
 
@@ -100,10 +110,9 @@ def test_what_no_kernel_serves_says_so_whatever_is_allowed(
     monkeypatch.setenv(ALLOW_UNRUN, value)
     with pytest.raises(Unsupported, match="head_dim 136: multiples of 8 up to 128 only"):
         fmha.attention(*tensors(head_dim=136))
-    q, pages = torch.zeros(1, 2, 64, dtype=BF16), torch.zeros(2, 4, 16, 1, 64, dtype=BF16)
-    one = torch.ones(1, dtype=torch.int32)
-    with pytest.raises(Unsupported, match=rf"attention over pages on {kernel.arch}: sm_90a \(Hopper\) only"):
-        fmha.attention_paged(q, *pages, one[None], one)
+    monkeypatch.delitem(PAGED_TABLES, kernel.arch)
+    with pytest.raises(Unsupported, match=rf"attention over pages on {kernel.arch}: sm_90a \(Hopper\) or .* only"):
+        decode()
 
 
 # -- allowed -----------------------------------------------------------------------------------------------------------
@@ -185,18 +194,36 @@ def test_new_tokens_are_written(allowed: Kernel, monkeypatch: pytest.MonkeyPatch
     assert fetched == [(WriteProblem("rows"), CopyConfig(), allowed.arch)]
 
 
-def test_paged_attention_needs_no_more_than_a_table(allowed: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long sequences are then the paged kernel's as well: the forward kernel reads no pages there."""
-    monkeypatch.setitem(PAGED_TABLES, allowed.arch, PAGED_SM90)
-    assert fmha.supports(PagedProblem("bfloat16", 128), allowed.arch) is None
+def test_long_sequences_over_pages_are_the_paged_kernels_as_well(
+    allowed: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward kernel reads no pages there."""
     assert "paged 16" in str(fmha.supports(Problem("bfloat16", 128, ragged=True, paged=16), allowed.arch))
     q, pages = torch.zeros(1, 300, 2, 64, dtype=BF16), torch.zeros(2, 40, 16, 1, 64, dtype=BF16)
     table = torch.zeros(1, 30, dtype=torch.int32)
     fetched = []
     monkeypatch.setattr(library, "fetch", lambda *kernel: fetched.append(kernel) or (lambda *args: None))
-    plan = paged._plan(q, *pages, table, torch.ones(1, dtype=torch.int32), None, None, None, paged.Options())
+    plan: Any = paged._plan(q, *pages, table, torch.ones(1, dtype=torch.int32), None, None, None, paged.Options())
     assert [kernel[0] for kernel in fetched] == [PagedProblem("bfloat16", 64)]
     assert plan.prefill is None and plan.decodes
+
+
+@pytest.mark.parametrize("name", PAGED_CASES)
+def test_pages(allowed: Kernel, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Parts and counters are as many as Q tiles of 128 rows need."""
+    stand_in = PagedKernel(allowed.arch)
+    monkeypatch.setattr(library, "fetch", stand_in.fetch)
+    case = PAGED_CASES[name]
+    given = paged_cases.tensors(case, "cpu")
+    out, lse = paged_cases.call(case, given, fmha.attention_paged)
+    paged_cases.compare(case, given, out, lse)
+    config = stand_in.config
+    assert isinstance(config, TmemPagedConfig)
+    (numbers,) = stand_in.calls
+    tokens = sum(case.tokens) + sum(case.outside) if case.packed else case.tokens[0]
+    assert numbers["part rows"] == min(128, tokens * case.group)
+    (plan,) = launch.PLANS.values()
+    assert plan.floats == numbers["parts"] * numbers["part rows"] * (config.value_dim + 2) + 2  # type: ignore[attr-defined]
 
 
 # -- without running anything ------------------------------------------------------------------------------------------
@@ -226,7 +253,7 @@ def test_warmup_and_inspect_need_no_permission(inspected: library.Inspection) ->
     config = SM100[0].config
     assert (inspected.config, inspected.reason) == (config, SM100[0].reason)
     assert inspected.smem_bytes == config.smem_bytes()
-    assert inspected.resources.setmaxnreg == config.registers and inspected.resources.spills == 0
+    assert inspected.resources.setmaxnreg == tuple(sorted(config.registers)) and inspected.resources.spills == 0
     assert "arch = 'sm_100a'\n" in inspected.key and "config.polynomials = 16\n" in inspected.key
 
 

@@ -54,6 +54,24 @@ def arrive(barrier: cute.Pointer) -> None:
         cute.arch.mbarrier_arrive(barrier)
 
 
+class InTmem:
+    """A role with operations on tensor memory, which begins at `tmem`."""
+
+    tmem: Int32
+
+    def take(self) -> None:
+        tcgen05.fence_after()
+
+    def hand_over(self) -> None:
+        tcgen05.stored()
+        tcgen05.fence_before()
+
+    def lanes(self, column: Int32 | int) -> Int32:
+        """The address of a column, in the lanes of this warp."""
+        lane = cute.arch.warp_idx() % WARPS * 32
+        return cute.arch.make_warp_uniform(self.tmem + (lane << 16) + column)
+
+
 class HandedRing(Ring):
     """Slots of shared memory that warps fill and empty. Barriers: `stages` full ones, then `stages` empty ones."""
 

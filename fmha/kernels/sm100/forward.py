@@ -35,19 +35,18 @@ from fmha.kernels.sm100.barriers import (
     Barrier,
     Family,
     HandedRing,
+    InTmem,
     QueryTileRing,
     ReleasedByMmas,
     TileRingOfMmas,
 )
 from schedules.domain import DOMAINS, Bounds, Section, Visits
-from schedules.forward import FLOOR, Slot
+from schedules.forward import Slot
 from schedules.forward_tmem import PAIR, Correct, Multiply, Softmax, Store, TmemRole
 from schedules.scores import SCORES
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP, TmemConfig, swizzle_bytes
 from schedules.work import RaggedWork, Work
 
-AT_ONCE = 32  # columns of tensor memory that a thread loads or stores by one instruction
-FEW = 16  # where it has few registers
 CORRECT, MULTIPLY, LOAD, STORE = 8, 12, 13, 14  # warps: the first of each role
 
 
@@ -64,7 +63,7 @@ class Shared:
         self.place = place  # Operands of Q, K and V, and where O is staged
 
 
-class Tcgen05Role(TmemRole):
+class Tcgen05Role(InTmem, TmemRole):
     """What is lowered alike for all of them."""
 
     def __init__(self, shared: Shared) -> None:
@@ -72,22 +71,11 @@ class Tcgen05Role(TmemRole):
         self.q, self.scores, self.weights, self.outputs = shared.q, shared.scores, shared.weights, shared.outputs
         self.factors, self.staged = shared.factors, shared.staged
         self.domain, self.grid = shared.kernel.domain, shared.grid
+        self.tmem = shared.tmem
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
 
     def visits(self, work: Work) -> Visits:
         return uniform(self.domain.visits(work.q_tile, self.grid.bounds(work)))
-
-    def take(self) -> None:
-        tcgen05.fence_after()
-
-    def hand_over(self) -> None:
-        tcgen05.stored()
-        tcgen05.fence_before()
-
-    def lanes(self, column: Int32 | int) -> Int32:
-        """The address of a column, in the lanes of this warp."""
-        lane = cute.arch.warp_idx() % WARPS * 32
-        return cute.arch.make_warp_uniform(self.shared.tmem + (lane << 16) + column)
 
     def row(self, work: Work, index: Int32 | int) -> Int32:
         """The query that this thread has of a Q tile."""
@@ -128,33 +116,24 @@ class Tcgen05Multiply(Multiply, Tcgen05Role):
             tcgen05.multiply(d, a + step * tcgen05.K_COLUMNS, b + of_v, self.pv, more)
 
 
-class Tcgen05Softmax(Softmax, Tcgen05Role):
-    """The warpgroup of a Q tile. Registers: `s`, a row, and its reference (log2), factor and sum (of even and of odd
-    columns)."""
+class Tcgen05Softmax(softmax.RowSoftmax, Softmax, Tcgen05Role):
+    """The warpgroup of a Q tile."""
 
     def __init__(self, shared: Shared, index: Int32) -> None:
         Tcgen05Role.__init__(self, shared)
+        config, kernel = self.config, shared.kernel
+        self.hold_row(config.tile_n, kernel.dtype, shared.logits.scale_log2, config.rescale_above)
         self.index = index
-        self.score = shared.kernel.score
-        self.at = self.lanes(index * self.config.tile_n)
-        self.s = cute.make_rmem_tensor(self.config.tile_n, Float32)
-        self.reference, self.factor, self.slope = (cute.make_rmem_tensor(1, Float32) for _ in range(3))
-        self.row_sum = cute.make_rmem_tensor(2, Float32)
+        self.score = kernel.score
+        self.at = self.lanes(index * config.tile_n)
+        self.slope = cute.make_rmem_tensor(1, Float32)
 
     def take_up(self, work: Work) -> None:
         if self.score.alibi:
             self.slope[0] = self.shared.logits.slope(work)
 
-    def start(self) -> None:
-        self.reference.fill(FLOOR)
-        self.row_sum.fill(0.0)
-
     def load_s(self) -> None:
-        found = []
-        for column in range(0, self.config.tile_n, AT_ONCE):
-            found += tcgen05.load(self.at + column, AT_ONCE)
-        for column, score in enumerate(tcgen05.arrived(found)):
-            self.s[column] = score
+        self.load_row(self.at)
 
     def change_scores(self, work: Work, tile: int, section: Section) -> None:
         if self.score.softcap:
@@ -170,40 +149,15 @@ class Tcgen05Softmax(Softmax, Tcgen05Role):
         if section is Section.LEFT:
             softmax.mask_left(self.s, self.domain.lo(row, bounds) - start)
 
-    def row_max(self) -> None:
-        most = softmax.largest([self.s[i] for i in range(self.config.tile_n)]) * self.shared.logits.scale_log2
-        before = self.reference[0]
-        moves = most > before + self.config.rescale_above
-        self.reference[0] = common.select(moves, most, before)
-        self.factor[0] = softmax.power_of_2(before - self.reference[0])
-
     def write_factor(self) -> None:
         self.shared.notes[self.thread, 0, self.index] = self.factor[0]
 
     def exponents(self, tile: int, section: Section) -> None:
         """In masked tiles none by polynomial: they are few, and registers for both would have to be spilled."""
-        polynomials = self.config.polynomials if section is Section.BODY else 0
-        factor = self.factor[0], self.factor[0]
-        total = tcgen05.scale((self.row_sum[0], self.row_sum[1]), factor)
-        for start in range(0, self.config.tile_n, 2 * AT_ONCE):
-            words = []
-            for i in range(start, start + 2 * AT_ONCE, 2):
-                pair = self.exponentials(i, softmax.by_polynomial(i, polynomials))
-                total = tcgen05.add(total, pair)
-                words.append(common.pack_16bit(*pair, self.kernel.dtype))
-            tcgen05.store(self.at + start // 2, words)
-        self.row_sum[0], self.row_sum[1] = total
-
-    def exponentials(self, i: int, by_polynomial: bool) -> tcgen05.Pair:
-        """Of two columns."""
-        scale, reference = self.shared.logits.scale_log2, -self.reference[0]
-        pair = tcgen05.multiply_add((self.s[i], self.s[i + 1]), (scale, scale), (reference, reference))
-        if by_polynomial:
-            return softmax.powers_of_2(pair)
-        return softmax.power_of_2(pair[0]), softmax.power_of_2(pair[1])
+        self.store_weights(self.at, self.config.polynomials if section is Section.BODY else 0)
 
     def write_sum(self) -> None:
-        self.shared.notes[self.thread, 0, self.index] = self.row_sum[0] + self.row_sum[1]
+        self.shared.notes[self.thread, 0, self.index] = self.whole_sum()
         self.shared.notes[self.thread, 1, self.index] = self.reference[0]
 
 
@@ -222,13 +176,7 @@ class Tcgen05Correct(Correct, Tcgen05Role):
         return cute.arch.vote_any_sync(self.note[0] < 1.0)
 
     def rescale(self, i: int) -> None:
-        factor = self.note[0], self.note[0]
-        for column in range(0, self.config.value_dim, FEW):
-            found = tcgen05.arrived(tcgen05.load(self.at[i] + column, FEW))
-            shrunk = []
-            for j in range(0, FEW, 2):
-                shrunk += tcgen05.scale((found[j], found[j + 1]), factor)
-            tcgen05.store(self.at[i] + column, shrunk)
+        softmax.shrink(self.at[i], self.config.value_dim, self.note[0])
 
     def read_sum(self, i: int) -> None:
         self.note[0], self.note[1] = self.shared.notes[self.thread, 0, i], self.shared.notes[self.thread, 1, i]
@@ -238,10 +186,10 @@ class Tcgen05Correct(Correct, Tcgen05Role):
         width = swizzle_bytes(self.config.value_dim)
         row = opaque(self.thread)  # lest ptxas keep the place of every chunk over all work tiles, and spill
         start = self.so + slot.stage * (self.config.q_rows * self.config.value_dim * ELEMENT_BYTES)
-        for column in range(0, self.config.value_dim, FEW):
-            found = tcgen05.arrived(tcgen05.load(self.at[i] + column, FEW))
+        for column in range(0, self.config.value_dim, softmax.FEW):
+            found = tcgen05.arrived(tcgen05.load(self.at[i] + column, softmax.FEW))
             words = []
-            for j in range(0, FEW, 2):
+            for j in range(0, softmax.FEW, 2):
                 words.append(common.pack_16bit(found[j] * factor, found[j + 1] * factor, self.kernel.dtype))
             for j in range(0, len(words), 4):
                 at = swizzled(row, Int32(column // 8 + j // 4), self.config.q_rows, width)

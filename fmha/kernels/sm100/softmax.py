@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from fmha.kernels.sm90 import softmax as common
 from fmha.kernels.sm100 import tcgen05
+from schedules.forward import FLOOR
 
+AT_ONCE = 32  # columns of tensor memory that a thread loads or stores by one instruction
+FEW = 16  # where it has few registers
 CHAINS = 4  # in which a row is gone through
 
 # 2^x = 2^floor(x) p(x - floor(x)), with p(0) = 1 exactly. The relative error of p over [0, 1) is 2^-13.5.
@@ -48,6 +52,72 @@ def powers_of_2(pair: tcgen05.Pair) -> tcgen05.Pair:
         for value, steps in zip(found, rounded, strict=True)
     )
     return low, high
+
+
+class RowSoftmax:
+    """What the thread of a row has in registers: `s`, a row, and its reference (log2), factor and sum (of even and of
+    odd columns)."""
+
+    def hold_row(self, columns: int, dtype: type[cutlass.Numeric], scale_log2: Float32, rescale_above: float) -> None:
+        self.columns, self.dtype = columns, dtype
+        self.scale_log2, self.rescale_above = scale_log2, rescale_above
+        self.s = cute.make_rmem_tensor(columns, Float32)
+        self.reference, self.factor = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
+        self.row_sum = cute.make_rmem_tensor(2, Float32)
+
+    def start(self) -> None:
+        self.reference.fill(FLOOR)
+        self.row_sum.fill(0.0)
+
+    def load_row(self, at: Int32) -> None:
+        """From tensor memory."""
+        found = []
+        for column in range(0, self.columns, AT_ONCE):
+            found += tcgen05.load(at + column, AT_ONCE)
+        for column, score in enumerate(tcgen05.arrived(found)):
+            self.s[column] = score
+
+    def row_max(self) -> None:
+        most = largest([self.s[i] for i in range(self.columns)]) * self.scale_log2
+        before = self.reference[0]
+        moves = most > before + self.rescale_above
+        self.reference[0] = common.select(moves, most, before)
+        self.factor[0] = power_of_2(before - self.reference[0])
+
+    def store_weights(self, at: Int32, polynomials: int) -> None:
+        """Into tensor memory, in 16 bits. Of 128 so many are by the polynomial."""
+        factor = self.factor[0], self.factor[0]
+        total = tcgen05.scale((self.row_sum[0], self.row_sum[1]), factor)
+        step = min(2 * AT_ONCE, self.columns)
+        for start in range(0, self.columns, step):
+            words = []
+            for i in range(start, start + step, 2):
+                pair = self.exponentials(i, by_polynomial(i, polynomials))
+                total = tcgen05.add(total, pair)
+                words.append(common.pack_16bit(*pair, self.dtype))
+            tcgen05.store(at + start // 2, words)
+        self.row_sum[0], self.row_sum[1] = total
+
+    def exponentials(self, i: int, by_polynomial: bool) -> tcgen05.Pair:
+        """Of two columns."""
+        scale, reference = self.scale_log2, -self.reference[0]
+        pair = tcgen05.multiply_add((self.s[i], self.s[i + 1]), (scale, scale), (reference, reference))
+        if by_polynomial:
+            return powers_of_2(pair)
+        return power_of_2(pair[0]), power_of_2(pair[1])
+
+    def whole_sum(self) -> Float32:
+        return self.row_sum[0] + self.row_sum[1]
+
+
+def shrink(at: Int32, columns: int, factor: Float32) -> None:
+    """Multiplies so many columns of this thread's lane."""
+    for column in range(0, columns, FEW):
+        found = tcgen05.arrived(tcgen05.load(at + column, FEW))
+        shrunk = []
+        for j in range(0, FEW, 2):
+            shrunk += tcgen05.scale((found[j], found[j + 1]), (factor, factor))
+        tcgen05.store(at + column, shrunk)
 
 
 def _negative(pair: tcgen05.Pair) -> tcgen05.Pair:

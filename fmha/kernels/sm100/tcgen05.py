@@ -58,6 +58,13 @@ def along_k(start: cute.Pointer, rows: int, depth: int) -> Operand:
     return Operand(_first(start, width, 1), rows * depth * ELEMENT_BYTES // UNIT, steps)
 
 
+def in_blocks(start: cute.Pointer, rows: int, depth: int, width: int) -> Operand:
+    """The same in blocks of `width` bytes, of 32 or 16: a k-step is one block, or two."""
+    block = rows * width // UNIT
+    steps = tuple(k * K * ELEMENT_BYTES // width * block for k in range(depth // K))
+    return Operand(_first(start, width, block), rows * depth * ELEMENT_BYTES // UNIT, steps)
+
+
 def across_k(start: cute.Pointer, depth: int, columns: int) -> Operand:
     """V: `depth` keys, which MMAs multiply along, of `columns` contiguous elements, in blocks of a swizzle's width."""
     width = swizzle_bytes(columns)

@@ -33,7 +33,7 @@ from schedules.forward import FLOOR
 from schedules.scores import SCORES
 from schedules.splits import Place as Kept
 from schedules.splits import Split
-from schedules.tiling import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP, BlockConfig
+from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
 
 WARPS = WARPGROUP // 32
 MERGED_AT_ONCE = 24  # parts whose loads are in flight together: of 8 KV heads a multiprocessor each has 17
@@ -55,33 +55,21 @@ class PagedFetch(Fetch):
         return self.pages.turn(split, position, pages)
 
 
-class WgmmaDecode(Decode, WgmmaAttend):
-    """The consumer warpgroup. A thread has rows of several queries and heads."""
+class Leaving:
+    """How a warpgroup leaves what its splits have, wherever their O is."""
 
-    def __init__(self, kernel, rings, operands, splitter, logits, outputs, parts) -> None:
-        turn = PingPong(Int32(0), 1)
-        WgmmaAttend.__init__(self, kernel, rings, turn, operands, None, splitter, logits, Int32(0))
+    def set_out(self, kernel, splitter: WarpSplitter, logits: Logits, outputs: Outputs, parts: Parts) -> None:
+        self.kernel = kernel
         self.splitter = splitter
+        self.logits = logits
         self.outputs = outputs
         self.parts = parts
-        self.sinks = cute.make_rmem_tensor(softmax.ROWS, Float32)  # log2
 
-    def local(self, r: int) -> Int32:
-        """Row `r` of this thread in its Q tile."""
-        return (self.thread // 32) * 16 + self.lane // 4 + 8 * r
-
-    def packed(self, split: Split, r: int) -> tuple[Int32, Int32]:
-        """The query that it is, and the head."""
-        row = split.q_tile * ROWS_PER_WARPGROUP + self.local(r)
+    def packed_row(self, split: Split, local: Int32) -> tuple[Int32, Int32]:
+        """The query that a row of a Q tile is, and the head."""
+        row = split.q_tile * self.kernel.config.tile_m + local
         query = row // self.splitter.group
         return query, split.head * self.splitter.group + row - query * self.splitter.group
-
-    def row(self, split: Split, r: int) -> Int32:
-        return self.packed(split, r)[0]
-
-    def take_up(self, split: Split) -> None:
-        for r in range(softmax.ROWS):
-            self.sinks[r] = self.sink_of(self.packed(split, r)[1])
 
     @cute.jit
     def sink_of(self, head: Int32) -> Float32:
@@ -89,6 +77,95 @@ class WgmmaDecode(Decode, WgmmaAttend):
         if self.logits.sinks != 0 and head < self.logits.heads:
             found = self.logits.read(self.logits.sinks, head)
         return found * LOG2_E
+
+    def publish(self) -> None:
+        """What other threads have written before they met is part of what this one's fence, and then its atomic, puts
+        before whatever the last split does (PTX: causality order)."""
+        self.meet()
+
+    def meet(self) -> None:
+        cute.arch.barrier(barrier_id=DECODING, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def arrive(self, place: Kept) -> Boolean:
+        if self.thread == 0:
+            self.parts.arrive(place.counter)
+        self.meet()
+        return self.parts.arrived[0] == place.parts - 1
+
+    @cute.jit
+    def merge(self, split: Split, place: Kept):
+        cute.arch.fence_acq_rel_gpu()
+        quads = self.kernel.config.value_dim // 4
+        rows = cutlass.min(self.parts.rows, split.rows * self.splitter.group - split.q_tile * self.kernel.config.tile_m)
+        for item in cutlass.range(self.thread, rows * quads, WARPGROUP, unroll=1):
+            self.merge_quad(split, place, item // quads, item % quads)
+        if self.thread == 0:
+            write(self.parts.counters, place.counter, Int32(0))
+
+    @cute.jit
+    def merge_quad(self, split: Split, place: Kept, row: Int32, quad: Int32):
+        """Four columns of a row."""
+        reference, total = Float32(FLOOR), Float32(0.0)
+        o = cute.make_rmem_tensor(4, Float32)
+        o.fill(0.0)
+        for begin in cutlass.range(0, place.parts, MERGED_AT_ONCE, unroll=1):
+            found = []
+            for i in cutlass.range_constexpr(MERGED_AT_ONCE):
+                at = self.splitter.part(place, cutlass.min(begin + i, place.parts - 1))
+                found.append((self.parts.load(at, row, quad), self.parts.load_sum(at, row)))
+            largest = reference
+            for i in cutlass.range_constexpr(MERGED_AT_ONCE):
+                largest = cute.arch.fmax(largest, found[i][1][1])
+            before = cute.math.exp2(reference - largest, fastmath=True)
+            total = total * before
+            self.scale(o, before)
+            for i in cutlass.range_constexpr(MERGED_AT_ONCE):
+                part, sums = found[i]
+                weight = cute.math.exp2(sums[1] - largest, fastmath=True)
+                weight = softmax.select(begin + i < place.parts, weight, Float32(0.0))
+                total = total + sums[0] * weight
+                self.add(o, part, weight)
+            reference = largest
+        query, head = self.packed_row(split, row)
+        sink = self.sink_of(head)
+        factor, lse = self.outputs.finish(split, query, total, reference, sink, self.splitter)
+        words = [softmax.pack_16bit(o[i] * factor, o[i + 1] * factor, self.kernel.dtype) for i in (0, 2)]
+        self.outputs.store(split, query, head, 4 * quad, words)
+        if quad == 0:
+            self.outputs.store_lse(split, query, head, lse)
+
+    def scale(self, o: cute.Tensor, factor: Float32) -> None:
+        for i in range(4):
+            o[i] = o[i] * factor
+
+    def add(self, o: cute.Tensor, part: cute.Tensor, weight: Float32) -> None:
+        for i in range(4):
+            o[i] = o[i] + part[i] * weight
+
+
+class WgmmaDecode(Leaving, Decode, WgmmaAttend):
+    """The consumer warpgroup. A thread has rows of several queries and heads."""
+
+    def __init__(self, kernel, rings, operands, splitter, logits, outputs, parts) -> None:
+        turn = PingPong(Int32(0), 1)
+        WgmmaAttend.__init__(self, kernel, rings, turn, operands, None, splitter, logits, Int32(0))
+        self.set_out(kernel, splitter, logits, outputs, parts)
+        self.sinks = cute.make_rmem_tensor(softmax.ROWS, Float32)  # log2
+
+    def local(self, r: int) -> Int32:
+        """Row `r` of this thread in its Q tile."""
+        return (self.thread // 32) * 16 + self.lane // 4 + 8 * r
+
+    def packed(self, split: Split, r: int) -> tuple[Int32, Int32]:
+        return self.packed_row(split, self.local(r))
+
+    def row(self, split: Split, r: int) -> Int32:
+        return self.packed(split, r)[0]
+
+    def take_up(self, split: Split) -> None:
+        for r in range(softmax.ROWS):
+            self.sinks[r] = self.sink_of(self.packed(split, r)[1])
 
     @cute.jit
     def write(self, split: Split):
@@ -122,74 +199,7 @@ class WgmmaDecode(Decode, WgmmaAttend):
 
     def write_part_row(self, place: Kept, r: int) -> None:
         for at, column in self.pairs(r):
-            self.parts.store(place.own, self.local(r), column, self.o[at], self.o[at + 1])
-
-    def publish(self) -> None:
-        """What other threads have written before they met is part of what this one's fence, and then its atomic, puts
-        before whatever the last split does (PTX: causality order)."""
-        self.meet()
-
-    def meet(self) -> None:
-        cute.arch.barrier(barrier_id=DECODING, number_of_threads=WARPGROUP)
-
-    @cute.jit
-    def arrive(self, place: Kept) -> Boolean:
-        if self.thread == 0:
-            self.parts.arrive(place.counter)
-        self.meet()
-        return self.parts.arrived[0] == place.parts - 1
-
-    @cute.jit
-    def merge(self, split: Split, place: Kept):
-        cute.arch.fence_acq_rel_gpu()
-        quads = self.kernel.config.value_dim // 4
-        rows = cutlass.min(self.parts.rows, split.rows * self.splitter.group - split.q_tile * ROWS_PER_WARPGROUP)
-        for item in cutlass.range(self.thread, rows * quads, WARPGROUP, unroll=1):
-            self.merge_quad(split, place, item // quads, item % quads)
-        if self.thread == 0:
-            write(self.parts.counters, place.counter, Int32(0))
-
-    @cute.jit
-    def merge_quad(self, split: Split, place: Kept, row: Int32, quad: Int32):
-        """Four columns of a row."""
-        reference, total = Float32(FLOOR), Float32(0.0)
-        o = cute.make_rmem_tensor(4, Float32)
-        o.fill(0.0)
-        for begin in cutlass.range(0, place.parts, MERGED_AT_ONCE, unroll=1):
-            found = []
-            for i in cutlass.range_constexpr(MERGED_AT_ONCE):
-                at = self.splitter.part(place, cutlass.min(begin + i, place.parts - 1))
-                found.append((self.parts.load(at, row, quad), self.parts.load_sum(at, row)))
-            largest = reference
-            for i in cutlass.range_constexpr(MERGED_AT_ONCE):
-                largest = cute.arch.fmax(largest, found[i][1][1])
-            before = cute.math.exp2(reference - largest, fastmath=True)
-            total = total * before
-            self.scale(o, before)
-            for i in cutlass.range_constexpr(MERGED_AT_ONCE):
-                part, sums = found[i]
-                weight = cute.math.exp2(sums[1] - largest, fastmath=True)
-                weight = softmax.select(begin + i < place.parts, weight, Float32(0.0))
-                total = total + sums[0] * weight
-                self.add(o, part, weight)
-            reference = largest
-        packed = split.q_tile * ROWS_PER_WARPGROUP + row
-        query = packed // self.splitter.group
-        head = split.head * self.splitter.group + packed - query * self.splitter.group
-        sink = self.sink_of(head)
-        factor, lse = self.outputs.finish(split, query, total, reference, sink, self.splitter)
-        words = [softmax.pack_16bit(o[i] * factor, o[i + 1] * factor, self.kernel.dtype) for i in (0, 2)]
-        self.outputs.store(split, query, head, 4 * quad, words)
-        if quad == 0:
-            self.outputs.store_lse(split, query, head, lse)
-
-    def scale(self, o: cute.Tensor, factor: Float32) -> None:
-        for i in range(4):
-            o[i] = o[i] * factor
-
-    def add(self, o: cute.Tensor, part: cute.Tensor, weight: Float32) -> None:
-        for i in range(4):
-            o[i] = o[i] + part[i] * weight
+            self.parts.store(place.own, self.local(r), column, [self.o[at], self.o[at + 1]])
 
 
 class Outputs:
@@ -254,10 +264,11 @@ class Parts:
     def at(self, part: Int32, row: Int32, column: Int32) -> Int64:
         return self.o + ((Int64(part) * self.rows + row) * self.dims + column) * 4
 
-    def two(self, address: Int64, first: Float32, second: Float32) -> None:
-        values = cute.make_rmem_tensor(2, Float32)
-        values[0], values[1] = first, second
-        cute.autovec_copy(values, self.floats(address, 2))
+    def put(self, address: Int64, floats: list[Float32]) -> None:
+        values = cute.make_rmem_tensor(len(floats), Float32)
+        for i, value in enumerate(floats):
+            values[i] = value
+        cute.autovec_copy(values, self.floats(address, len(floats)))
 
     def floats(self, address: Int64, count: int) -> cute.Tensor:
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * count)
@@ -268,11 +279,12 @@ class Parts:
         cute.autovec_copy(self.floats(address, count), values)
         return values
 
-    def store(self, part: Int32, row: Int32, column: Int32, first: Float32, second: Float32) -> None:
-        self.two(self.at(part, row, column), first, second)
+    def store(self, part: Int32, row: Int32, column: Int32, floats: list[Float32]) -> None:
+        """From `column` on, a multiple of how many."""
+        self.put(self.at(part, row, column), floats)
 
     def store_sum(self, part: Int32, row: Int32, total: Float32, reference: Float32) -> None:
-        self.two(self.address + (Int64(part) * self.rows + row) * 8, total, reference)
+        self.put(self.address + (Int64(part) * self.rows + row) * 8, [total, reference])
 
     def load(self, part: Int32, row: Int32, quad: Int32) -> cute.Tensor:
         return self.read(self.at(part, row, 4 * quad), 4)
@@ -294,7 +306,11 @@ class DecodeKernel:
         self.score = SCORES[score]
         self.by_columns = layout == "vllm"
         self.config = config
-        self.domain = Ascending(ROWS_PER_WARPGROUP, config.tile_n)
+        self.domain = Ascending(config.tile_m, config.tile_n)
+
+    def mmas(self) -> tuple:
+        """What the kernel is given of its MMAs."""
+        return mma_shapes(self.dtype, self.config)
 
     @cute.jit
     def __call__(
@@ -332,11 +348,10 @@ class DecodeKernel:
             place(v, "v", "head_dim_v"),
             place(o, "o", "head_dim_v"),
         ]
-        self.qk, self.pv = mma_shapes(self.dtype, self.config)
         ctas = Int32(found["ctas"])
         self.kernel(
             tuple(places),
-            (self.qk, self.pv),
+            self.mmas(),
             of(
                 "sequences",
                 "tokens",
@@ -356,7 +371,7 @@ class DecodeKernel:
             (parts, counters, *of("part rows", "parts")),
         ).launch(
             grid=(ctas, 1, 1),
-            block=(2 * WARPGROUP, 1, 1),
+            block=(self.config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -373,7 +388,7 @@ class DecodeKernel:
         arrived = allocator.allocate_tensor(Int32, cute.make_layout(1), 16)
         sq, sk, sv = self._shared_memory(allocator)
 
-        splitter = WarpSplitter(self.domain, ROWS_PER_WARPGROUP, numbers, *lengths)
+        splitter = WarpSplitter(self.domain, config.tile_m, numbers, *lengths)
         heads = splitter.heads * splitter.group
         pages = Pages(config.tile_n, *table, self.by_columns)
         k_barriers = barriers + 2 * config.q_stages
