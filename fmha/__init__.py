@@ -1,4 +1,4 @@
-"""Exact attention on NVIDIA Hopper GPUs: `fmha.attention(q, k, v)`."""
+"""Exact attention on NVIDIA GPUs: `fmha.attention(q, k, v)`."""
 
 from fmha.attention import attention, attention_varlen
 from fmha.jit.library import inspect, warmup

@@ -21,6 +21,7 @@ from fmha.checks import (
     check_output,
     check_ratio,
     check_scale,
+    check_served,
     check_softcap,
     check_window,
     refuse_flags,
@@ -30,10 +31,10 @@ from fmha.jit import launch, layout, library
 from fmha.jit.arguments import Layout, Sizes, listing_words
 from fmha.jit.launch import NO_LENGTHS, PLANS, Answer, Blank, Launch, Lengths, Plan
 from fmha.jit.library import pick
-from fmha.problem import AnyProblem, Problem, Unsupported, supports
+from fmha.problem import AnyProblem, Problem, Unsupported
 from schedules.domain import mask_of
 from schedules.scores import score_of
-from schedules.tiling import AnyConfig, BlockConfig, Extent
+from schedules.tiling import AnyConfig, Extent, TiledConfig
 from schedules.work import head_group, keys_in_l2
 
 MAX_RAGGED = 2**30  # rows of an entry, where sequences have lengths of their own
@@ -60,7 +61,8 @@ def attention(
 ) -> Any:
     """Exact attention, `softmax(scale * q k^T + mask) v` for every batch entry and head.
 
-    q           [B, Sq, Hq, D], bfloat16 or float16, on a GPU of `fmha.supports`. D is a multiple of 8 up to 256.
+    q           [B, Sq, Hq, D], bfloat16 or float16, on a GPU of `fmha.supports`. D is a multiple of 8 up to 256
+                (128 on Blackwell, whose kernels were never run: $FMHA_ALLOW_UNRUN must be 1).
     k, v        [B, Sk, Hkv, D], likewise. Hkv divides Hq: query head h reads KV head h // (Hq / Hkv). v may have
                 another D, Dv: a multiple of 8 up to 256.
     causal      query i sees the keys up to i + Sk - Sq: the diagonal ends in the bottom right corner
@@ -261,7 +263,7 @@ def _plan(
     slopes: Tensor | None = None,
     lengths: Lengths = NO_LENGTHS,
     hints: tuple[int, int] = NO_HINTS,
-    config: BlockConfig | None = None,
+    config: TiledConfig | None = None,
 ) -> Plan:
     """Validates a call, gets its kernel into memory, and decides everything that its data pointers do not.
 
@@ -281,8 +283,7 @@ def _plan(
     shape = (*batch, rows, heads, value_dim)
     check_logits(sinks, slopes, sequences, heads, operands[0])
     device = launch.describe_device(q.device)
-    if reason := supports(problem, device.arch):
-        raise Unsupported(f"{reason} ({operands[0]})")
+    check_served(problem, device.arch, operands[0])
     if window != NO_WINDOW and rows + keys > MAX_SIZE:
         raise Unsupported(f"{operands[0]}, {operands[1]}: with a window Sq + Sk up to {MAX_SIZE} are supported")
     scale = check_scale(options.scale, head_dim)

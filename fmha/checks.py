@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from fmha.jit import layout
 from fmha.jit.launch import Lengths
-from fmha.problem import Unsupported
+from fmha.problem import UNRUN, AnyProblem, Unsupported, supports, unrun
 
 LOG2_E = math.log2(math.e)
 FLOAT32 = torch.finfo(torch.float32)
@@ -39,6 +41,27 @@ class Operand:
 
     def __str__(self) -> str:
         return f"{self.name} is {self.dtype} {list(self.shape)} on {self.device}"
+
+
+class UnrunWarning(UserWarning):
+    """Calls get kernels that nobody is known to have run."""
+
+
+def check_served(problem: AnyProblem, arch: str, operand: Operand) -> None:
+    """`fmha.Unsupported` if no kernel for `arch` computes `problem`, or one that was never run and that nobody allows;
+    one warning a process where somebody does."""
+    if reason := supports(problem, arch):
+        raise Unsupported(f"{reason} ({operand})")
+    if reason := unrun(arch):
+        raise Unsupported(f"{operand}: {reason}")
+    if arch in UNRUN:
+        _warn_of_unrun(arch)
+
+
+@functools.cache
+def _warn_of_unrun(arch: str) -> None:
+    words = f"fmha: the kernels for {arch} were never run before they were published; what they compute may be wrong"
+    warnings.warn(words, UnrunWarning, stacklevel=2)
 
 
 def check_inputs(q: Operand, k: Operand, v: Operand, packed: bool = False) -> None:

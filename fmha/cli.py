@@ -15,7 +15,7 @@ from rich.progress import track
 
 from fmha import problem
 from fmha.jit import compile, library, report, sass, store
-from fmha.problem import Problem, Unsupported, Variant, supports
+from fmha.problem import PagedProblem, Problem, Unsupported, Variant, supports
 from schedules.scores import SCORES
 from schedules.tiling import choose, rows
 
@@ -24,6 +24,7 @@ examples:
   python -m fmha demo                              the main job, on whatever machine this is
   python -m fmha compile --arch sm_90a --out DIR   every kernel's cubin, and a manifest.json
   python -m fmha inspect --head-dim 128            registers, spills and loop instructions
+  python -m fmha inspect --arch sm_100a            those of another chip
   python -m fmha cache verify                      checks every cached kernel against its checksum
 """
 
@@ -49,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
 
     text = (
         "Computes attention and checks it: on a GPU with the kernels, against float64 and timed beside torch's own; "
-        "without one by running the kernels' role programs in a simulator. Shows what the kernels cost."
+        "without one, or on one whose kernels nobody has run, unless FMHA_ALLOW_UNRUN is 1, by running the kernels' "
+        "role programs in a simulator. Shows what the kernels cost."
     )
     command = commands.add_parser("demo", help="the main job, checked", description=text)
     command.set_defaults(run=run_demo)
@@ -95,7 +97,8 @@ def add_selection(command: argparse.ArgumentParser) -> None:
 def selection(chosen: argparse.Namespace) -> list[Variant]:
     """Every kernel that the options ask for: those of paged caches, too, unless a mask or `--ragged` says which others.
     `fmha.Unsupported` if a head dim has none."""
-    asked = [Problem("bfloat16", head_dim) for head_dim in chosen.head_dim or (64,)]
+    kind = PagedProblem if chosen.paged else Problem
+    asked = (kind("bfloat16", head_dim) for head_dim in chosen.head_dim or (64,))
     for reason in filter(None, (supports(p, chosen.arch) for p in asked)):
         raise Unsupported(reason)
     found: list[Variant] = []
@@ -117,13 +120,13 @@ def masked(chosen: argparse.Namespace) -> list[Variant]:
 
 
 def paged(chosen: argparse.Namespace) -> list[Variant]:
-    narrowest = (rows(head_dim, chosen.arch, paged=True)[0] for head_dim in chosen.head_dim or ())
-    widths = {row.config.head_dim for row in narrowest}
-    return [
-        variant
-        for variant in problem.paged_variants(chosen.arch)
-        if variant.problem.score in chosen.score and (not widths or variant.config.head_dim in widths)
-    ]
+    """None where an architecture, or a head dim, has none."""
+    every = [v for v in problem.paged_variants(chosen.arch) if v.problem.score in chosen.score]
+    if not chosen.head_dim:
+        return every
+    served = [d for d in chosen.head_dim if supports(PagedProblem("bfloat16", d), chosen.arch) is None]
+    widths = {rows(head_dim, chosen.arch, paged=True)[0].config.head_dim for head_dim in served}
+    return [variant for variant in every if variant.config.head_dim in widths]
 
 
 def compile_all(variants: Sequence[Variant], arch: str) -> dict[str, tuple[Variant, bytes]]:

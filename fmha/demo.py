@@ -1,14 +1,15 @@
 """`python -m fmha demo`: the main job on whatever machine this is, checked against somebody else's numbers.
 
 On a GPU with kernels, `fmha.attention` runs, is compared with float64 and timed beside torch's own. Elsewhere the role
-programs that the kernels are compiled from run in the simulator, and the kernels are compiled and read but not run.
+programs that the kernels are compiled from run in the simulator, and the kernels are compiled and read but not run; so
+it is on a GPU whose kernels nobody has run, unless $FMHA_ALLOW_UNRUN is 1.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from fmha import problem, reference
 from fmha.jit import launch, report
 from fmha.jit.report import Report
-from schedules.tiling import choose
+from fmha.problem import Problem
+from schedules.tiling import BlockConfig, TiledConfig, TmemConfig, choose
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Case:
         return str(self.batch), lengths, heads, str(self.head_dim), "causal" if self.causal else "dense"
 
     @property
+    def problem(self) -> Problem:
+        return Problem("bfloat16", self.head_dim, "causal" if self.causal else "dense")
+
+    @property
     def flops(self) -> float:
         """Of the two matrix products, counting only the scores that a causal mask leaves."""
         scores = self.seqlen_q * self.seqlen_k - (self.seqlen_q * (self.seqlen_q - 1) // 2 if self.causal else 0)
@@ -63,20 +69,31 @@ CASE_COLUMNS = ("B", "Sq x Sk", "heads", "D", "mask")  # of `Case.cells`
 def run(console: Console) -> int:
     """Returns the exit status: 0 if every number agrees, 1 if one does not."""
     arch = launch.current_architecture()
-    if arch in problem.ARCHITECTURES:
+    if arch in problem.ARCHITECTURES and problem.unrun(arch) is None:
         return run_on_gpu(console, arch)
     if arch is None:
         console.print("There is no CUDA device here, so nothing below runs on a GPU.\n")
+        where = "no CUDA device"
+    elif arch in problem.ARCHITECTURES:
+        console.print(f"Nothing below runs on this GPU: {problem.unrun(arch)}.\n")
+        where = f"{arch}, whose kernels nobody has run"
     else:
         console.print(f"There are no kernels for this GPU ({arch}), so nothing below runs on it.\n")
-    status = simulate(console)
-    for chip in problem.ARCHITECTURES:
-        status |= show_resources(console, chip)
-    where = "no CUDA device" if arch is None else f"{arch}, which has no kernels"
+        where = f"{arch}, which has no kernels"
+    status = 0
+    for one in shown():
+        status |= simulate(console, one)
+    for one in shown():
+        status |= show_resources(console, one)
     console.print(
         f"[bold]No GPU ran anything:[/bold] this machine has {where}. Schedules were simulated, kernels compiled."
     )
     return status
+
+
+def shown() -> list[str]:
+    """The first architecture of each chip: others of it have the same schedules, and nearly the same machine code."""
+    return list({chip: arch for arch, chip in reversed(problem.ARCHITECTURES.items())}.values())[::-1]
 
 
 # -- without a GPU -----------------------------------------------------------------------------------------------------
@@ -92,19 +109,19 @@ SIMULATED = (
     Case(1, 131, 211, 2, 1, 256, causal=False),
 )
 EQUAL = 1e-9  # both sides compute in float64
-SIMULATED_ARCH = "sm_90a"
 
 
-def simulate(console: Console) -> int:
-    """Role programs on a CPU against torch's attention. The tiles are those of the kernels."""
-    title = "Role programs in the simulator, against torch's attention in float64"
+def simulate(console: Console, arch: str) -> int:
+    """Role programs of `arch` on a CPU against torch's attention. The tiles are those of the kernels."""
+    title = f"Role programs of {problem.ARCHITECTURES[arch]} in the simulator, against torch's attention in float64"
     table = report.plain_table(title, [], [*CASE_COLUMNS, "tile", "steps", "out error", "LSE error", ""])
     began, status = time.monotonic(), 0
-    for seed, case in enumerate(track(SIMULATED, "Simulating", console=Console(stderr=True))):
-        events, *errors = simulate_case(case, seed)
+    cases = served(SIMULATED, arch)
+    for seed, case in enumerate(track(cases, "Simulating", console=Console(stderr=True))):
+        config = choose(case.head_dim, arch)
+        events, *errors = simulate_case(case, config, seed)
         equal = all(error <= EQUAL for error in errors)
         status |= not equal
-        config = choose(case.head_dim, SIMULATED_ARCH)
         tile = f"{config.tile_m}x{config.tile_n}"
         verdict = "equal" if equal else "[red]DIFFERENT"
         table.add_row(*case.cells, tile, str(events), *(f"{error:.1e}" for error in errors), verdict)
@@ -116,14 +133,20 @@ def simulate(console: Console) -> int:
     return status
 
 
-def simulate_case(case: Case, seed: int) -> tuple[int, float, float]:
-    """(operations simulated, largest error of the output, largest error of the LSE)."""
-    from schedules.simulate import forward
+def served(cases: Sequence[Case], arch: str) -> list[Case]:
+    """Those that there are kernels for."""
+    return [case for case in cases if problem.supports(case.problem, arch) is None]
 
+
+def simulate_case(case: Case, config: TiledConfig, seed: int) -> tuple[int, float, float]:
+    """(operations simulated, largest error of the output, largest error of the LSE)."""
+    from schedules import simulate, simulate_tmem
+
+    assert isinstance(config, BlockConfig | TmemConfig), f"{config} is not of a forward kernel"
     q, k, v = case.tensors("cpu")
     arrays = (tensor.double().numpy() for tensor in (q, k, v))
-    config = choose(case.head_dim, SIMULATED_ARCH)
-    found = forward(*arrays, causal=case.causal, config=config, seed=seed)
+    cta = simulate_tmem.TmemCta if isinstance(config, TmemConfig) else simulate.Cta
+    found = simulate.forward(*arrays, causal=case.causal, config=config, seed=seed, cta=cta)
     out = torch_attention(q.double(), k.double(), v.double(), case.causal)
     _, lse = reference.attention(q, k, v, causal=case.causal)
     errors = (torch.from_numpy(a).sub(b).abs().max().item() for a, b in ((found.o, out), (found.lse, lse)))
@@ -140,7 +163,8 @@ def show_resources(console: Console, arch: str) -> int:
     console.print(report.table(found, console.width))
     spilling = [name for name, row in found.items() if row.spills or row.stack_bytes]
     verdict = f"[red]{', '.join(spilling)} spill registers" if spilling else "none spills a register"
-    console.print(f"{len(found)} kernels compiled for {arch} ({problem.ARCHITECTURES[arch]}), {verdict}.\n")
+    unrun = " Nobody has run any of them on a GPU." if arch in problem.UNRUN else ""
+    console.print(f"{len(found)} kernels compiled for {arch} ({problem.ARCHITECTURES[arch]}), {verdict}.{unrun}\n")
     return bool(spilling)
 
 
@@ -168,7 +192,7 @@ def run_on_gpu(console: Console, arch: str) -> int:
     columns = [*CASE_COLUMNS, "error", "torch's", "ms", "TFLOP/s", "torch's", "ratio", ""]
     table = report.plain_table(title, [], columns)
     status = 0
-    for case in track(ON_GPU, "Running", console=Console(stderr=True)):
+    for case in track(served(ON_GPU, arch), "Running", console=Console(stderr=True)):
         q, k, v = case.tensors(DEVICE)
         ours = partial(fmha.attention, q, k, v, causal=case.causal)
         torchs = partial(torch_attention, q, k, v, case.causal)

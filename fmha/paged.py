@@ -21,6 +21,7 @@ from fmha.checks import (
     check_ratio,
     check_same,
     check_scale,
+    check_served,
     check_softcap,
     check_vector,
     check_window,
@@ -34,7 +35,7 @@ from fmha.jit.layout import ALIGNMENT
 from fmha.jit.library import pick
 from fmha.paging import CHUNK, Pages, pages_of
 from fmha.prefill import Prefill
-from fmha.problem import PagedProblem, Unsupported, supports
+from fmha.problem import PagedProblem, Unsupported
 from schedules.splits import EXTRA, UNLIMITED, counters_needed, parts_needed, sides
 
 MAX_UNITS = 2**31 - 2**20  # `schedules.splits`, over all Q tiles: the kernels count in 32 bits
@@ -245,8 +246,7 @@ def _plan(
     score, kind = "plain" if softcap is None else "softcap", "vllm" if options.layout == "vllm" else "rows"
     problem = PagedProblem(operands["q"].dtype, head_dim, score, 0 if v.dims == head_dim else v.dims, kind)
     device = launch.describe_device(q.device)
-    if reason := supports(problem, device.arch):
-        raise Unsupported(f"{reason} ({operands['q']})")
+    check_served(problem, device.arch, operands["q"])
     cap_factor = check_ratio(scale, softcap)
     shape = (*q.shape[:-1], v.dims)
     if out is not None:

@@ -79,7 +79,7 @@ class Call(NamedTuple):
         sizes = (LONG, LONG, LONG) if self.invariant else sizes
         extent = Extent(mask, *sizes, multiprocessors, self.lse, bounds.left, bounds.right)
         config = pick(long, arch, extent).config
-        piece = max(piece for piece in PIECES if self.page >= piece and config.tile_n % piece == 0)
+        piece = max(piece for piece in PIECES if self.page >= piece and config.takes(piece))
         return Variant(replace(long, paged=piece), config)
 
     def mask(self) -> tuple[str, Bounds]:

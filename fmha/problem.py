@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from schedules.scores import SCORES
-from schedules.tiling import PAGED_TABLES, TABLES, BlockConfig, for_pages
+from schedules.tiling import PAGED_TABLES, TABLES, TiledConfig, for_pages
 
 DTYPES = ("bfloat16", "float16")
 MASKS = ("dense", "causal", "window")
@@ -16,8 +17,10 @@ PIECES = (16, 64)  # slots that TMA copies at a time, into tiles of a multiple o
 PAGED_SCORES = ("plain", "softcap")
 HEAD_DIM_MULTIPLE = 8  # elements: rows are then multiples of the 16 bytes that TMA addresses
 
-ARCHITECTURES = {"sm_90a": "Hopper"}  # those with a table of block configs and a folder of kernels
-PLANNED = {"sm_100a": "Blackwell"}
+# Those with a table of block configs and a folder of kernels.
+ARCHITECTURES = {"sm_90a": "Hopper", "sm_100a": "Blackwell", "sm_103a": "Blackwell"}
+UNRUN = frozenset({"sm_100a", "sm_103a"})  # whose kernels were compiled, simulated and inspected, and never run
+ALLOW_UNRUN = "FMHA_ALLOW_UNRUN"  # the environment variable that lets calls have them all the same, if it is 1
 
 
 class Unsupported(NotImplementedError):
@@ -33,7 +36,8 @@ class Problem:
     """The part of a call that selects a kernel. All else (sizes, strides, scale) is a run-time argument.
 
     dtype     of q, k, v and the output: "bfloat16" or "float16"
-    head_dim  D, in elements: a multiple of 8 up to 256. Head dims that pad to the same block config share a kernel.
+    head_dim  D, in elements: a multiple of 8, up to 256 on Hopper and 128 on Blackwell. Head dims that pad to the same
+              block config share a kernel.
     mask      "dense"; "causal" with the diagonal at the bottom right, or a window without a left side; or "window"
     score     "plain", "softcap", "alibi", or "both"
     head_dim_v  of v and the output, likewise; 0 where it is that of q and k
@@ -57,23 +61,38 @@ class Problem:
 def supports(problem: AnyProblem, arch: str) -> str | None:
     """Why no kernel for `arch` (such as "sm_90a") computes `problem`, or None if one does.
 
-    The one place that knows: errors, the support table and test skips all ask here.
+    The one place that knows: errors, the support table and test skips all ask here. It is about kernels that can be
+    compiled; `unrun` says of which architectures they were never run, so that calls are refused all the same.
     """
     if arch not in ARCHITECTURES:
-        planned = ", ".join(f"{name} ({chip})" for name, chip in PLANNED.items())
-        later = f"; {planned} comes later" if arch in PLANNED else ""
-        return f"architecture {arch}: {_either(f'{name} ({chip})' for name, chip in ARCHITECTURES.items())} only{later}"
+        return f"architecture {arch}: {_names(ARCHITECTURES)} only"
     if isinstance(problem, WriteProblem):
         return _refuse(problem, {"layout": PAGED_LAYOUTS})
     if problem.dtype not in DTYPES:
         return f"dtype {problem.dtype}: {_either(DTYPES)} only"
-    widest = max(row.config.head_dim for row in TABLES[arch])
+    paged = isinstance(problem, PagedProblem)
+    if paged and arch not in PAGED_TABLES:
+        return f"attention over pages on {arch}: {_names(PAGED_TABLES)} only"
+    configs = [row.config for row in (PAGED_TABLES if paged else TABLES)[arch]]
+    widest = max(config.head_dim for config in configs)
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.value_dim)):
         if dim % HEAD_DIM_MULTIPLE or not 0 < dim <= widest:
             return f"{name} {dim}: multiples of {HEAD_DIM_MULTIPLE} up to {widest} only"
-    if isinstance(problem, PagedProblem):
+    if paged:
         return _refuse(problem, {"score": PAGED_SCORES, "layout": PAGED_LAYOUTS})
-    return _refuse(problem, {"mask": MASKS, "score": tuple(SCORES), "paged": (0, *PIECES)})
+    pieces = [piece for piece in (0, *PIECES) if any(config.takes(piece) for config in configs)]
+    return _refuse(problem, {"mask": MASKS, "score": tuple(SCORES), "paged": pieces})
+
+
+def unrun(arch: str) -> str | None:
+    """Why calls on GPUs of `arch` are refused though there are kernels: nobody has run them. None where somebody has,
+    and where $FMHA_ALLOW_UNRUN is 1."""
+    if arch not in UNRUN or os.environ.get(ALLOW_UNRUN) == "1":
+        return None
+    return (
+        f"the kernels for {arch} ({ARCHITECTURES[arch]}) were compiled, simulated and inspected, but never run by "
+        f"anyone: test them with `{ALLOW_UNRUN}=1 python -m pytest tests/gpu`, and set {ALLOW_UNRUN}=1 to use them"
+    )
 
 
 def _refuse(problem: AnyProblem, allowed: Mapping[str, Sequence[Any]]) -> str | None:
@@ -124,7 +143,7 @@ class Variant(NamedTuple):
     """What a kernel is compiled from. A problem has one for each block config of its head dim."""
 
     problem: TiledProblem
-    config: BlockConfig
+    config: TiledConfig
 
 
 def variants(arch: str, scores: Sequence[str] = ("plain",), ragged: Sequence[bool] = (False,)) -> tuple[Variant, ...]:
@@ -152,13 +171,13 @@ def every_variant(arch: str) -> tuple[Variant, ...]:
 def paged_variants(
     arch: str, layouts: Sequence[str] = PAGED_LAYOUTS, scores: Sequence[str] = PAGED_SCORES
 ) -> tuple[Variant, ...]:
-    """The kernels of `fmha.attention_paged`."""
+    """The kernels of `fmha.attention_paged`, if `arch` has any."""
     return tuple(
         Variant(PagedProblem(dtype, row.config.head_dim, score, row.config.head_dim_v, layout), row.config)
         for layout in layouts
         for score in scores
         for dtype in DTYPES
-        for row in PAGED_TABLES[arch]
+        for row in PAGED_TABLES.get(arch, ())
     )
 
 
@@ -171,9 +190,13 @@ def prefill_variants(arch: str) -> tuple[Variant, ...]:
         for dtype in DTYPES
         for row in TABLES[arch]
         for mask in MASKS
-        if (config := for_pages(row.config)).holds(score) and config.tile_n % piece == 0
+        if (config := for_pages(row.config)).holds(score) and config.takes(piece)
     )
 
 
-def _either(names) -> str:
+def _names(architectures: Iterable[str]) -> str:
+    return _either(f"{name} ({ARCHITECTURES[name]})" for name in architectures)
+
+
+def _either(names: Iterable[str]) -> str:
     return " or ".join(names)

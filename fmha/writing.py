@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from fmha.attention import kernel_function
-from fmha.checks import Operand, check_same, refuse_gradients
+from fmha.checks import Operand, check_same, check_served, refuse_gradients
 from fmha.jit import launch
 from fmha.jit import layout as memory
 from fmha.jit.arguments import WRITE_SIZES, HostNumbers
 from fmha.jit.launch import PLANS
 from fmha.jit.layout import ALIGNMENT
 from fmha.paging import CHUNK, Pages, pages_of
-from fmha.problem import DTYPES, HEAD_DIM_MULTIPLE, Unsupported, WriteProblem, supports
+from fmha.problem import DTYPES, HEAD_DIM_MULTIPLE, Unsupported, WriteProblem
 from schedules.tiling import CopyConfig
 
 NAMES = ("k", "v", "k_pages", "v_pages", "slot_mapping")
@@ -137,8 +137,7 @@ def _plan(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: 
     check_shapes(operands, *places)
     device = launch.describe_device(k.device)
     problem = WriteProblem("vllm" if layout == "vllm" else "rows")
-    if reason := supports(problem, device.arch):
-        raise Unsupported(f"{reason} ({operands['k']})")
+    check_served(problem, device.arch, operands["k"])
     config = CopyConfig()
     tokens, slots = k.shape[:-2].numel(), places[0].pages * places[0].page
     chunks = [pages.heads * pages.dims // CHUNK for pages in places]

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 
 from fmha import reference
+from fmha.jit.launch import current_architecture
+from fmha.problem import supports, unrun
 from perf import decode, environment, launch, show
 from perf.peers import OURS, PEERS, PLAIN, US, Candidate, Peer, Prepare, load, scoring
 from perf.suites import SUITES, Case, select
@@ -222,10 +224,9 @@ def add_relative(rows: list[Row]) -> None:
 # -- the run --------------------------------------------------------------------------------------------------------
 def run_suite(args: argparse.Namespace, loaded: dict[str, Prepare]) -> Iterator[Row]:
     """Yields rows as they are measured."""
-    cases = select(args.suite, only=args.only, head_dims=args.head_dim, quick=args.quick)
     timer = CudaTimer()
     cublas = Cublas(timer)
-    for case in cases:
+    for case in cases(args):
         try:
             yield run_row(
                 case,
@@ -257,6 +258,7 @@ def describe(args: argparse.Namespace, peers: list[Peer], missing: dict[str, str
         "command": "python -m perf.bench " + " ".join(args.argv),
         "titles": decode.TITLES if paged else {OURS: US.title} | {peer.name: peer.title for peer in peers},
         "missing_peers": missing,
+        "unserved": args.unserved,
         "yardstick": "a streaming read of 8 GiB, GB/s" if paged else f"cuBLAS bfloat16 {CUBLAS}^3",
     }
 
@@ -281,6 +283,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds-per-row", type=float, metavar="S", help="default 3, with --quick 1")
     args = parser.parse_args(argv)
     args.argv = argv
+    args.unserved = {}
     if args.seconds_per_row is None:
         args.seconds_per_row = 1.0 if args.quick else 3.0
     if args.rounds is not None and args.rounds < 1:
@@ -290,20 +293,36 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def cases(args: argparse.Namespace) -> list[Any]:
+    """Those of the suite that fmha has kernels for on this GPU."""
+    return [case for case in asked(args) if case.name not in args.unserved]
+
+
+def asked(args: argparse.Namespace) -> list[Any]:
+    """Those of the suite that the options leave."""
+    if args.suite == "decode":
+        return decode.select(args.only)
+    return select(args.suite, only=args.only, head_dims=args.head_dim, quick=args.quick)
+
+
 def count(args: argparse.Namespace) -> int:
     """Rows of the suite."""
     if args.suite == "launch":
         return launch.ROWS
-    if args.suite == "decode":
-        return len(decode.select(args.only)) + (0 if args.only else len(decode.WRITTEN))
-    return len(select(args.suite, only=args.only, head_dims=args.head_dim, quick=args.quick))
+    return len(cases(args)) + (len(decode.WRITTEN) if args.suite == "decode" and not args.only else 0)
+
+
+def unserved(args: argparse.Namespace, arch: str) -> dict[str, str]:
+    """Why fmha has no kernel for cases of the suite, by name."""
+    every = [] if args.suite == "launch" else asked(args)
+    return {case.name: reason for case in every if (reason := supports(case.problem, arch))}
 
 
 def rows_of(args: argparse.Namespace, loaded: dict[str, Prepare]) -> Iterator[Row]:
     """Yields rows as they are measured."""
     if args.suite == "launch":
         return launch.run(loaded)
-    return decode.run(args.only) if args.suite == "decode" else run_suite(args, loaded)
+    return decode.run(cases(args), write=not args.only) if args.suite == "decode" else run_suite(args, loaded)
 
 
 def _peer_names(text: str) -> list[str]:
@@ -317,6 +336,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
     if not torch.cuda.is_available():
         print("perf.bench: there is no CUDA device here, and nothing else to measure", file=sys.stderr)
+        return 2
+    arch = current_architecture() or ""
+    if reason := unrun(arch):
+        print(f"perf.bench: {reason}", file=sys.stderr)
+        return 2
+    args.unserved = unserved(args, arch)
+    for name, reason in args.unserved.items():
+        print(f"not measured: {name}: {reason}")
+    if not count(args):
+        print("perf.bench: fmha has no kernel for any of these cases on this GPU", file=sys.stderr)
         return 2
     peers = chosen_peers(args)
     began = time.monotonic()

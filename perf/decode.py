@@ -13,13 +13,14 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from fmha import reference
+from fmha.problem import PagedProblem
 from perf.launch import host_times
 from perf.peers import OURS, Candidate
 from perf.timing import quartiles
@@ -56,6 +57,11 @@ class PagedCase:
         heads = f"H{self.heads_q}x{self.heads_kv}"
         tokens = f" Sq{self.tokens}" if self.tokens > 1 else ""
         return f"D{self.head_dim} {lengths}{tokens} {heads} {self.layout} page {self.page}"
+
+    @property
+    def problem(self) -> PagedProblem:
+        """What selects a kernel."""
+        return PagedProblem("bfloat16", self.head_dim, layout="vllm" if self.layout == "vllm" else "rows")
 
     @property
     def bytes(self) -> int:
@@ -180,6 +186,8 @@ def _flash_attn_3(case: PagedCase, cache: Cache) -> Bound:
     """Over contiguous K and V, split as it likes: this build reads no pages."""
     from fa3_fwd_interface import flash_attn_with_kvcache
 
+    if (major := torch.cuda.get_device_capability()[0]) != 9:
+        raise RuntimeError(f"it is for compute capability 9, this is {major}")
     if case.layout != "nhd" or case.tokens > 1:
         raise NotImplementedError("decoding over nhd only is measured")
     q = cache.q.unsqueeze(1)
@@ -388,16 +396,16 @@ def select(only: list[str]) -> list[PagedCase]:
     return [case for case in CASES if not only or any(text in case.name for text in only)]
 
 
-def run(only: list[str]) -> Iterator[Row]:
-    """Yields rows as they are measured."""
+def run(cases: Sequence[PagedCase], write: bool) -> Iterator[Row]:
+    """Yields rows as they are measured; with `write` those of new tokens, too."""
     warm_up()
-    for case in select(only):
+    for case in cases:
         try:
             yield run_row(case, list(CANDIDATES))
         except Exception as error:  # shown, recorded and counted: one bad row must not lose the others
             yield {"case": {"name": case.name}, "error": f"{type(error).__name__}: {error}"[:500]}
         torch.cuda.empty_cache()
-    if not only:
+    if write:
         yield from map(write_row, WRITTEN)
 
 

@@ -16,6 +16,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from fmha.jit.launch import current_architecture
+from fmha.problem import unrun
+
 ROOT = Path(__file__).resolve().parent.parent
 TAIL_LINES = 25  # of a step's log that are printed when it ends
 
@@ -71,6 +74,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=_step_names, default=list(STEPS), metavar="A,B", help=f"of {', '.join(STEPS)}")
     parser.add_argument("--quick", action="store_true", help="fewer lengths in the suites")
     args = parser.parse_args(argv)
+    if reason := unrun(current_architecture() or ""):
+        print(f"perf.gpu_check: {reason}", file=sys.stderr)
+        return 2
     args.out.mkdir(parents=True, exist_ok=True)
     results = {name: run(name, STEPS[name], args.out.resolve(), args.quick) for name in args.steps}
     print()

@@ -138,6 +138,9 @@ def _flash_attn_4() -> Prepare:
 def _flash_attn_3() -> Prepare:
     from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
 
+    if (major := torch.cuda.get_device_capability()[0]) != 9:
+        raise RuntimeError(f"it is for compute capability 9, this is {major}")
+
     def prepare(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Candidate:
         if case.packed:
             lengths = starts(case), starts(case), case.seqlen_q, case.seqlen_k

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fmha.problem import ARCHITECTURES, DTYPES, MASKS, PLANNED, PagedProblem, Problem, supports
+from fmha.problem import ARCHITECTURES, DTYPES, MASKS, UNRUN, PagedProblem, Problem, supports
 from perf import resources, series, show
 from perf.show import OURS
 
@@ -52,23 +52,15 @@ REFUSED = (Problem("float32", 128), Problem("bfloat16", 100), Problem("bfloat16"
 
 
 def support() -> str:
-    """What each architecture computes, found by asking `supports` for every head dim."""
-    rows = []
-    for arch, chip in (ARCHITECTURES | PLANNED).items():
-        served: dict[tuple[str, str], list[str]] = {}  # (masks, head dims): dtypes
-        for dtype in DTYPES:
-            masks: dict[str, list[str]] = {}  # head dims: masks
-            for mask in MASKS:
-                dims = [d for d in PROBED if supports(Problem(dtype, d, mask), arch) is None]
-                masks.setdefault(spans(dims), []).append(mask)
-            for dims_, names in masks.items():
-                served.setdefault((", ".join(names), dims_), []).append(dtype)
-        rows += [(f"{chip} ({arch})", ", ".join(dtypes), *key) for key, dtypes in served.items()]
-        paged: dict[str, list[str]] = {}  # head dims: dtypes
-        for dtype in DTYPES if arch in ARCHITECTURES else ():
-            dims = [d for d in PROBED if supports(PagedProblem(dtype, d), arch) is None]
-            paged.setdefault(spans(dims), []).append(dtype)
-        rows += [(f"{chip} ({arch}), paged", ", ".join(names), ", ".join(MASKS), d) for d, names in paged.items()]
+    """What each architecture computes; those that compute the same stand together."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for arch, chip in ARCHITECTURES.items():
+        alike.setdefault((chip, arch in UNRUN, *served(arch)), []).append(arch)
+    rows = [
+        (f"{chip} ({', '.join(architectures)}){kind}" + ", never run" * unrun, *cells)
+        for (chip, unrun, *found), architectures in alike.items()
+        for kind, *cells in found
+    ]
     reasons = [reason for p in REFUSED if (reason := supports(p, next(iter(ARCHITECTURES))))]
     return (
         table(("GPU", "dtypes", "masks", "head dims"), rows)
@@ -76,6 +68,23 @@ def support() -> str:
         + "\n".join(f"`{reason}`," for reason in reasons)[:-1]
         + "."
     )
+
+
+def served(arch: str) -> list[tuple[str, str, str, str]]:
+    """Rows of the table, found by asking `supports` for every head dim: what kind of call, dtypes, masks, head dims."""
+    found: dict[tuple[str, str], list[str]] = {}  # (masks, head dims): dtypes
+    paged: dict[str, list[str]] = {}  # head dims: dtypes
+    for dtype in DTYPES:
+        masks: dict[str, list[str]] = {}  # head dims: masks
+        for mask in MASKS:
+            dims = [d for d in PROBED if supports(Problem(dtype, d, mask), arch) is None]
+            masks.setdefault(spans(dims), []).append(mask)
+        for dims_, names in masks.items():
+            found.setdefault((", ".join(names), dims_), []).append(dtype)
+        dims = [d for d in PROBED if supports(PagedProblem(dtype, d), arch) is None]
+        paged.setdefault(spans(dims), []).append(dtype)
+    rows = [("", ", ".join(dtypes), *key) for key, dtypes in found.items()]
+    return rows + [(", paged", ", ".join(dtypes), ", ".join(MASKS), dims_) for dims_, dtypes in paged.items()]
 
 
 def spans(numbers: list[int]) -> str:

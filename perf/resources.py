@@ -27,14 +27,14 @@ from fmha.cli import console
 from fmha.jit import report, sass
 from fmha.jit.report import Report
 from fmha.problem import Variant
-from schedules.tiling import BlockConfig
+from schedules.tiling import TiledConfig, config_of
 
 TABLE = Path(__file__).with_name("resources.json")
 ARCH = "sm_90a"
 GROWTH = 1.02  # of the loop body, before it needs an `--update`
 
 
-def objections(name: str, new: Report, old: Report | None, config: BlockConfig | None = None) -> list[str]:
+def objections(name: str, new: Report, old: Report | None, config: TiledConfig | None = None) -> list[str]:
     """What is wrong with a variant, in words; empty if nothing is. `old` is its row of the committed table."""
     said = []
     if new.spills:
@@ -49,7 +49,7 @@ def objections(name: str, new: Report, old: Report | None, config: BlockConfig |
         said.append(
             f"the body loop waits for MMAs {len(new.body_waits)} times, not twice: the compiler serialised them"
         )
-    if config and new.setmaxnreg != (wanted := (config.producer_registers, config.consumer_registers)):
+    if config and new.setmaxnreg != (wanted := config.registers):
         said.append(f"setmaxnreg {new.setmaxnreg}, the config says {wanted}")
     if old is None:
         said.append("not in the table to compare with; python -m perf.resources --update adds it")
@@ -124,7 +124,7 @@ def folder(path: Path) -> dict[str, Report]:
     if not (manifest := path / "manifest.json").is_file():
         raise ValueError(f"--compare {str(path)!r}: no manifest.json; python -m fmha compile --out DIR writes one")
     entries = json.loads(manifest.read_text())
-    return {e["name"]: report.of_cubin(path / e["cubin"], BlockConfig(**e["config"])) for e in entries}
+    return {e["name"]: report.of_cubin(path / e["cubin"], config_of(e["config"])) for e in entries}
 
 
 def _tuples(value: Any) -> Any:

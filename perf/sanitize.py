@@ -25,9 +25,11 @@ from typing import Any
 import torch
 
 from fmha import reference
+from fmha.problem import AnyProblem, supports, unrun
 from perf.bench import TOLERANCE, make_inputs, relative_error
 from perf.peers import scoring, starts
 from perf.suites import Case
+from tests.kernels import ARCH, paged_problem_of
 from tests.paged import PagedCase, tensors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,11 +68,26 @@ def run_cases() -> int:
     return run_dense() + run_paged()
 
 
+def served(case: Case) -> bool:
+    return _is_served(case.name, case.problem)
+
+
+def paged_served(case: PagedCase) -> bool:
+    return _is_served(case.name, paged_problem_of(case))
+
+
+def _is_served(name: str, problem: AnyProblem) -> bool:
+    """Says why, where it is not on this GPU."""
+    if reason := supports(problem, ARCH):
+        print(f"left out {name}: {reason}", flush=True)
+    return reason is None
+
+
 def run_dense() -> int:
     import fmha
 
     wrong = 0
-    for case in CASES:
+    for case in filter(served, CASES):
         qkv = make_inputs(case, "cpu")
         cu_seqlens = (starts(case, "cpu"),) * 2 if case.packed else ()
         given = {"causal": case.causal, "window": case.window, **scoring(case, "cpu")}
@@ -92,7 +109,7 @@ def run_paged() -> int:
     import fmha
 
     wrong = 0
-    for case in PAGED:
+    for case in filter(paged_served, PAGED):
         given = tensors(case, "cpu")
         arrays: dict[str, Any] = {
             name: getattr(given, name) for name in ("q", "k_pages", "v_pages", "page_table", "seq_lens")
@@ -170,6 +187,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("perf.sanitize: there is no CUDA device here", file=sys.stderr)
+        return 2
+    if reason := unrun(ARCH):
+        print(f"perf.sanitize: {reason}", file=sys.stderr)
         return 2
     if not args.tool:
         return 1 if run_cases() else 0

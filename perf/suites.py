@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fmha.problem import Problem
+from schedules.scores import SCORES
+
 TOKENS = 16384  # B x S of the dense suite
 WIDTH = 2048  # H x D of the dense suite
 HEAD_DIMS = (64, 128, 256)
@@ -46,6 +49,13 @@ class Case:
         lengths = f"varlen{sum(self.packed)}" if self.packed else lengths
         score = f" {self.score}" if self.score else ""
         return f"D{self.head_dim} {mask} {lengths} B{self.batch} {heads}{dtype}{score}"
+
+    @property
+    def problem(self) -> Problem:
+        """What selects a kernel."""
+        mask = "window" if self.left is not None else "causal" if self.causal else "dense"
+        score = self.score if self.score in SCORES else "plain"  # sinks are no matter of the kernel's
+        return Problem(self.dtype, self.head_dim, mask, score, ragged=bool(self.packed))
 
     @property
     def window(self) -> tuple[int | None, int | None]:

@@ -40,7 +40,7 @@ from perf.peers import OURS
 from perf.resources import objections
 from perf.suites import Case
 from perf.timing import Call, CudaTimer, Timer, interleave, quartiles
-from perf.workload import extent_of, problem_of
+from perf.workload import extent_of
 from schedules.tiling import CHIPS, TABLES, BlockConfig, Choice, Cost, Extent, predicted_us, rivals
 
 planning: Any = importlib.import_module("fmha.attention")  # `fmha.attention` is its function
@@ -65,12 +65,13 @@ class Target:
 
     @classmethod
     def of(cls, case: Case, device: launch.Device) -> Target:
-        return cls(case, problem_of(case), device.arch, extent_of(case, device.multiprocessors))
+        return cls(case, case.problem, device.arch, extent_of(case, device.multiprocessors))
 
     @property
     def table(self) -> tuple[BlockConfig, ...]:
         """The table's configs for its head dim, and calls that want no LSE."""
-        return tuple(row.config for row in rivals(self.problem.head_dim, self.arch, lse=False))
+        found = (row.config for row in rivals(self.problem.head_dim, self.arch, lse=False))
+        return tuple(config for config in found if isinstance(config, BlockConfig))
 
 
 def grid(target: Target) -> list[BlockConfig]:
@@ -102,7 +103,8 @@ def grid(target: Target) -> list[BlockConfig]:
 def splits(consumers: int, head_dim: int, arch: str) -> list[tuple[int, int]]:
     """Registers of producer and consumers: those of the table's rows with as many consumers, and with that head dim if
     there are any."""
-    alike = [row.config for row in TABLES[arch] if row.config.consumers == consumers]
+    every = (row.config for row in TABLES[arch])
+    alike = [config for config in every if isinstance(config, BlockConfig) and config.consumers == consumers]
     alike = [config for config in alike if config.head_dim == head_dim] or alike
     found = dict.fromkeys((config.producer_registers, config.consumer_registers) for config in alike)
     return list(found) or [ONE_WARPGROUP]
@@ -313,9 +315,10 @@ def keep(target: Target, result: Result, present: BlockConfig, meta: Mapping[str
     }
     path = tuned.write(tuned.Entry(tuned.Call.of(target.problem, target.arch, target.extent), best.config, measured))
     tuned.forget()
-    picked = library.pick(target.problem, target.arch, target.extent)
-    if picked.config != best.config:
-        raise ValueError(f"{path} was written, but fmha takes {label(picked.config)}: {picked.source}")
+    config, source = library.pick(target.problem, target.arch, target.extent)
+    assert isinstance(config, BlockConfig), "others are not tuned"
+    if config != best.config:
+        raise ValueError(f"{path} was written, but fmha takes {label(config)}: {source}")
     return path
 
 
@@ -379,38 +382,41 @@ def main(argv: list[str] | None = None) -> int:
     target = Target.of(args.case, launch.describe_device(torch.device("cuda", torch.cuda.current_device())))
     if reason := supports(target.problem, target.arch):
         return refuse(reason)
-    present = library.pick(target.problem, target.arch, target.extent)
-    chosen = candidates(target, present.config, args.candidates)
-    print(f"{target.case.name} gets {label(present.config)} at present ({present.source})")
+    config, source = library.pick(target.problem, target.arch, target.extent)
+    if not isinstance(config, BlockConfig):
+        return refuse(f"{target.arch} has block configs of another kind, and one for each head dim")
+    chosen = candidates(target, config, args.candidates)
+    print(f"{target.case.name} gets {label(config)} at present ({source})")
     print(f"{len(chosen)} candidates, the most promising of {len(grid(target))} that fit {target.arch}")
     try:
         with torch.no_grad(), show.progress("compiling", len(chosen)) as advance:
             kept, dropped = sift(compile_all(target, chosen), advance)
-        if present.config in dropped:
-            return refuse(f"the present config fails the resource check: {dropped[present.config]}")
+        if config in dropped:
+            return refuse(f"the present config fails the resource check: {dropped[config]}")
         print(
             f"{len(dropped)} dropped by the resource check; measuring {len(kept)}, twice {args.seconds:g} s", flush=True
         )
         with torch.no_grad():
-            result = measure(target, list(kept), present.config, args.seconds)
+            result = measure(target, list(kept), config, args.seconds)
     except sass.MissingTool as error:
         return refuse(str(error))
     except WrongKernel as error:
         return refuse(f"WRONG, and nothing was timed: {error}", status=1)
-    return finish(args, target, present, result, kept, dropped)
+    return finish(args, target, (config, source), result, kept, dropped)
 
 
 def finish(
     args: argparse.Namespace,
     target: Target,
-    present: library.Pick,
+    present: tuple[BlockConfig, str],
     result: Result,
     kept: Mapping[BlockConfig, Report],
     dropped: Mapping[BlockConfig, str],
 ) -> int:
-    """Shows, decides and writes."""
+    """Shows, decides and writes. `present` is the config that such calls have now, and where it comes from."""
+    config, source = present
     command = " ".join(["python -m perf.tune", *(f"'{word}'" if " " in word else word for word in args.argv)])
-    meta = environment.describe() | {"command": command, "arch": target.arch, "present": present.source}
+    meta = environment.describe() | {"command": command, "arch": target.arch, "present": source}
     meta["multiprocessors"] = target.extent.multiprocessors
     out = console()
     out.print(table(target, result, kept, f"{meta['gpu']}, driver {meta['driver']}, {meta['date']}"))
@@ -425,7 +431,7 @@ def finish(
         print("Nothing was written; --write would keep it for such calls.")
         return 0
     try:
-        path = keep(target, result, present.config, meta)
+        path = keep(target, result, config, meta)
     except (OSError, ValueError, RuntimeError) as error:
         return refuse(f"not written: {error}", status=1)
     print(f"Written to {path}, for calls of exactly these sizes from processes that start after this one.")

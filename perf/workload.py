@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fmha.jit import compile, launch, library, sass
-from fmha.problem import Problem
+from fmha.problem import Problem, Unsupported
 from perf.bench import Tensors, make_inputs, relative_error
 from perf.cases import parse, slug
 from perf.suites import Case
@@ -45,7 +45,7 @@ class Kernel:
     def __init__(self, case: Case, qkv: Tensors, recorder: str | None) -> None:
         q, k, v = self.qkv = qkv
         self.arch = launch.describe_device(q.device).arch
-        self.problem = problem_of(case)
+        self.problem = case.problem
         self.config = config_of(case, self.arch, launch.describe_device(q.device).multiprocessors)
         self.plan = planning._plan(q, k, v, planning.Options(causal=case.causal))
         self.object_file = _object_file(self.problem, self.config, self.arch, recorder)
@@ -72,17 +72,16 @@ class Kernel:
         return self.buffer.cpu().numpy().tobytes()
 
 
-def problem_of(case: Case) -> Problem:
-    return Problem(case.dtype, case.head_dim, "causal" if case.causal else "dense")
-
-
 def extent_of(case: Case, multiprocessors: int) -> Extent:
-    return Extent(problem_of(case).mask, case.seqlen_q, case.seqlen_k, case.batch * case.heads_q, multiprocessors)
+    return Extent(case.problem.mask, case.seqlen_q, case.seqlen_k, case.batch * case.heads_q, multiprocessors)
 
 
 def config_of(case: Case, arch: str, multiprocessors: int) -> BlockConfig:
-    """The block config that a call of the case gets."""
-    return library.pick(problem_of(case), arch, extent_of(case, multiprocessors)).config
+    """The block config that a call of the case gets. `fmha.Unsupported` if it is of a kernel without a recorder."""
+    config = library.pick(case.problem, arch, extent_of(case, multiprocessors)).config
+    if not isinstance(config, BlockConfig):
+        raise Unsupported(f"kernels for {arch} do not record what they do")
+    return config
 
 
 @functools.cache

@@ -7,9 +7,10 @@ before anything is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import fields as dataclass_fields
+from typing import Any, get_args
 
 from schedules.domain import DOMAINS, Bounds
 from schedules.splits import Split
@@ -37,10 +38,8 @@ class Chip:
 
 
 CHIPS = {
-    "sm_90a": Chip("sm_90a", smem_bytes=227 * 1024, registers=64 * 1024),
-}
-TMEM_CHIPS = {  # for which kernels are compiled that nobody has run
-    name: Chip(name, smem_bytes=227 * 1024, registers=64 * 1024, tmem_columns=512) for name in ("sm_100a", "sm_103a")
+    name: Chip(name, smem_bytes=227 * 1024, registers=64 * 1024, tmem_columns=columns)
+    for name, columns in (("sm_90a", 0), ("sm_100a", 512), ("sm_103a", 512))
 }
 
 
@@ -99,8 +98,41 @@ class ValueSlots:
         return [end - self.block for end in ends] if self.ones else []
 
 
+class Tiles:
+    """What block configs of every kind have."""
+
+    head_dim: int  # of Q and K
+    head_dim_v: int  # of V and O, 0 where it is that of Q and K
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def dims(self) -> str:
+        """In names: "d192v128", or "d128" where there is one."""
+        return f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
+
+    @property
+    def tmem_columns(self) -> int:
+        """Of tensor memory, in use."""
+        return 0
+
+    def serves(self, lse: bool) -> bool:
+        """Calls that want LSEs, or others."""
+        return True
+
+    def holds(self, score: str) -> bool:
+        """Registers are enough for what is done to scores."""
+        return True
+
+    def takes(self, piece: int) -> bool:
+        """K and V may come in such pieces of pages; 0 where they do not."""
+        return piece == 0
+
+
 @dataclass(frozen=True)
-class BlockConfig:
+class BlockConfig(Tiles):
     """How one cubin computes: part of the cache key.
 
     Lengths in elements. One producer warpgroup (one of its warps loads) and `consumers` warpgroups of 64 query rows.
@@ -121,16 +153,6 @@ class BlockConfig:
     # up to 1.5, 1.9 and 2.1 times with 2, 4 and 8.
     rescale_above: float = 2.0
     head_dim_v: int = 0  # of V and O, 0 where it is that of Q and K; padded like it
-
-    @property
-    def value_dim(self) -> int:
-        """Of V's and O's tile."""
-        return self.head_dim_v or self.head_dim
-
-    @property
-    def dims(self) -> str:
-        """The head dims in names: "d192v128", or "d128" where there is one."""
-        return f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
 
     @property
     def tile_m(self) -> int:
@@ -156,9 +178,28 @@ class BlockConfig:
         """A full and an empty one for each slot, and one for the O of each warpgroup to have left V."""
         return 2 * (self.q_slots + 2 * self.stages) + self.consumers
 
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """setmaxnreg of each role, ascending."""
+        return self.producer_registers, self.consumer_registers
+
+    @property
+    def scores_per_thread(self) -> int:
+        """Of a KV tile."""
+        return self.tile_m * self.tile_n // (self.consumers * WARPGROUP)
+
+    @property
+    def exact(self) -> bool:
+        """Row sums are added up in float32, as LSEs need them."""
+        return self.ones == 0
+
     def serves(self, lse: bool) -> bool:
         """Whether calls that want LSEs, or others, can have it."""
-        return not (lse and self.ones)
+        return self.exact or not lse
+
+    def takes(self, piece: int) -> bool:
+        """Whether K and V can come from pages in pieces of so many keys, or if 0 not from pages."""
+        return piece == 0 or self.tile_n % piece == 0
 
     def holds(self, score: str) -> bool:
         """Whether its registers are enough for what is done to scores: 160 are not for softcap and ALiBi together, nor
@@ -240,13 +281,13 @@ class Choice:
     """A row of the table: a config for head dims up to `config.head_dim`, why it is there, and, where it has rivals,
     what it costs."""
 
-    config: BlockConfig
+    config: TiledConfig
     reason: str
     cost: Cost | None = None
 
 
 @dataclass(frozen=True)
-class TmemConfig:
+class TmemConfig(Tiles):
     """How one cubin computes whose accumulators are in tensor memory (`schedules.forward_tmem`): part of the cache key.
     Lengths in elements."""
 
@@ -266,10 +307,6 @@ class TmemConfig:
     q_rows: int = 128  # of one of the two Q tiles
 
     @property
-    def value_dim(self) -> int:
-        return self.head_dim_v or self.head_dim
-
-    @property
     def tile_m(self) -> int:
         """Query rows per CTA."""
         return 2 * self.q_rows
@@ -282,6 +319,21 @@ class TmemConfig:
     @property
     def threads(self) -> int:
         return 4 * WARPGROUP
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """setmaxnreg of each role, ascending."""
+        return tuple(sorted((self.softmax_registers, self.correct_registers, self.other_registers)))
+
+    @property
+    def scores_per_thread(self) -> int:
+        """Of a KV tile: a row."""
+        return self.tile_n
+
+    @property
+    def exact(self) -> bool:
+        """Row sums are added up in float32: calls that want LSEs, and others, share a kernel."""
+        return True
 
     @property
     def q_slots(self) -> int:
@@ -337,7 +389,7 @@ class TmemConfig:
 
 
 @dataclass(frozen=True)
-class TmemPagedConfig:
+class TmemPagedConfig(Tiles):
     """The same of paged attention (`schedules.decode_tmem`): a warpgroup fetches, one decodes, and of another one a
     warp multiplies."""
 
@@ -353,13 +405,19 @@ class TmemPagedConfig:
     tile_m: int = WARPGROUP  # query rows, one for each thread that decodes
 
     @property
-    def value_dim(self) -> int:
-        return self.head_dim_v or self.head_dim
+    def registers(self) -> tuple[int, ...]:
+        """setmaxnreg of each role, ascending."""
+        return tuple(sorted((self.fetch_registers, self.decode_registers, self.other_registers)))
 
     @property
-    def registers(self) -> tuple[int, int, int]:
-        """Of each warpgroup."""
-        return self.fetch_registers, self.decode_registers, self.other_registers
+    def scores_per_thread(self) -> int:
+        """Of a KV tile: a row."""
+        return self.tile_n
+
+    @property
+    def exact(self) -> bool:
+        """Row sums are added up in float32."""
+        return True
 
     @property
     def threads(self) -> int:
@@ -411,7 +469,16 @@ class TmemPagedConfig:
         return refuse_registers(chip, self.threads, self.registers)
 
 
-AnyConfig = BlockConfig | TmemConfig | TmemPagedConfig | CopyConfig
+TiledConfig = BlockConfig | TmemConfig | TmemPagedConfig
+AnyConfig = TiledConfig | CopyConfig
+
+
+def config_of(fields: Mapping[str, Any]) -> TiledConfig:
+    """The block config with these fields, of the kind that has just these. ValueError if none has."""
+    for kind in get_args(TiledConfig):
+        if fields.keys() == {field.name for field in dataclass_fields(kind)}:
+            return kind(**fields)
+    raise ValueError(f"no kind of block config has the fields {', '.join(fields)}")
 
 
 @dataclass(frozen=True)
@@ -522,17 +589,27 @@ SM90 = (
     ),
 )
 
-TABLES = {"sm_90a": SM90}
-
-# With tensor memory. Of 128 exponentials the FMA pipe has 16. With 192, 80 and 48 registers a window's softmax spills,
-# with 200, 64 and 48 that and the correction at D 64. As many stages as fit; no D 256, whose O alone has 512 columns.
+# With tensor memory. Registers, of the softmax, the correction and the others: with 192, 80 and 48 a window's softmax
+# spills, with 200, 64 and 48 that and the correction at D 64. Of 128 exponentials the FMA pipe has 16. There is no row
+# for D 256, whose two tiles of O alone have 512 columns. Nothing was measured, so a head dim has one row.
 _TMEM = {"tile_n": 128, "q_stages": 1, "polynomials": 16}
 _TMEM |= {"softmax_registers": 200, "correct_registers": 72, "other_registers": 40}
 SM100 = (
-    TmemConfig(head_dim=64, stages=5, o_stages=2, **_TMEM),
-    TmemConfig(head_dim=96, stages=3, o_stages=1, **_TMEM),
-    TmemConfig(head_dim=128, stages=2, o_stages=1, **_TMEM),
+    Choice(
+        TmemConfig(head_dim=64, stages=5, o_stages=2, **_TMEM),
+        "two Q tiles of 128, a row a thread, and as many stages as fit beside a slot of O for each",
+    ),
+    Choice(
+        TmemConfig(head_dim=96, stages=3, o_stages=1, **_TMEM),
+        "two Q tiles of 128, a row a thread, and as many stages as fit beside one slot of O",
+    ),
+    Choice(
+        TmemConfig(head_dim=128, stages=2, o_stages=1, **_TMEM),
+        "two Q tiles of 128, a row a thread: S and O fill tensor memory, two stages and a slot of O shared memory",
+    ),
 )
+
+TABLES = {"sm_90a": SM90, "sm_100a": SM100, "sm_103a": SM100}
 
 # For paged attention of a few queries: one warpgroup of 64 rows attends, one copies. Tiles of 32 KB or so, of which so
 # many in flight hide the memory's latency (more make it longer, and the CTAs end less evenly: perf/NOTES.md). Neither
@@ -557,7 +634,10 @@ PAGED_SM90 = tuple(
 # With tensor memory. Blackwell reads 1.67 times as fast as Hopper, which has 128 KB in flight: about 160 KB, which is
 # what fits beside the rows of Q at most head dims.
 PAGED_SM100 = tuple(
-    TmemPagedConfig(head_dim, tile_n, stages, q_stages, 200, 208, 96, head_dim_v)
+    Choice(
+        TmemPagedConfig(head_dim, tile_n, stages, q_stages, 200, 208, 96, head_dim_v),
+        "about 160 KB of K and V in flight: reckoned from what is best on Hopper, never measured",
+    )
     for head_dim, head_dim_v, tile_n, stages, q_stages in (
         (64, 0, 128, 5, 2),
         (128, 64, 64, 6, 2),
@@ -567,8 +647,14 @@ PAGED_SM100 = tuple(
         (256, 0, 32, 5, 1),
     )
 )
-PAGED_TABLES = {"sm_90a": PAGED_SM90}
+# Of the architectures that have kernels for it.
+PAGED_TABLES = {"sm_90a": PAGED_SM90, "sm_100a": PAGED_SM100, "sm_103a": PAGED_SM100}
 SAMPLED = 6  # Q tiles at most that `predicted_us` looks at: it runs for every new shape of a call
+
+
+def tunable(arch: str) -> bool:
+    """Whether the forward kernels of `arch` have block configs that were measured, and others that can be."""
+    return all(isinstance(row.config, BlockConfig) for row in TABLES[arch])
 
 
 def rows(head_dim: int, arch: str, head_dim_v: int = 0, paged: bool = False) -> tuple[Choice, ...]:
@@ -579,7 +665,7 @@ def rows(head_dim: int, arch: str, head_dim_v: int = 0, paged: bool = False) -> 
         return row.config.head_dim, row.config.value_dim
 
     needed = head_dim, head_dim_v or head_dim
-    table = (PAGED_TABLES if paged else TABLES)[arch]
+    table = (PAGED_TABLES if paged else TABLES).get(arch, ())
     found = [row for row in table if all(n <= has for n, has in zip(needed, dims(row), strict=True))]
     if not found:
         raise LookupError(f"no block config of {arch} holds head dims {needed[0]} and {needed[1]}")
@@ -593,22 +679,22 @@ def producer_warps(piece: int) -> int:
     return 4 if 0 < piece < 64 else 1
 
 
-def for_pages(config: BlockConfig) -> BlockConfig:
+def for_pages(config: TiledConfig) -> TiledConfig:
     """The same where K and V are in pages: a producer that looks these up spills with 24 registers."""
-    if config.producer_registers >= _THREE["producer_registers"]:
+    if not isinstance(config, BlockConfig) or config.producer_registers >= _THREE["producer_registers"]:
         return config
     return replace(config, **_WIDE)
 
 
 def rivals(head_dim: int, arch: str, lse: bool, head_dim_v: int = 0) -> tuple[Choice, ...]:
-    """Those of them for calls that want LSEs, or for others: with ones, where the head dim has rows with ones."""
+    """Those of them for calls that want LSEs, or for others: exact ones, or those that are not, where there are any."""
     found = rows(head_dim, arch, head_dim_v)
-    return tuple(row for row in found if (row.config.ones == 0) == lse) or found
+    return tuple(row for row in found if row.config.exact == lse) or found
 
 
 def choose(
     head_dim: int, arch: str, extent: Extent | None = None, head_dim_v: int = 0, score: str = "plain"
-) -> BlockConfig:
+) -> TiledConfig:
     """The block config for `head_dim` on `arch`: the one predicted to be fastest, or without sizes the one for long
     sequences and no LSE. LookupError if there is none."""
     found = rivals(head_dim, arch, extent is not None and extent.lse, head_dim_v)

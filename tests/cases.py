@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ TILE_HEAD_DIMS = {
     112: (104, 128),
     128: (72, 192),
     192: (8, 64),
+    256: (8, 128),
 }
 
 
@@ -338,10 +339,11 @@ def _call(rng: random.Random) -> dict[str, str | bool | float | None]:
     }
 
 
-def around_tiles(rng: random.Random) -> list[Case]:
-    """Sq and Sk around every tile size, in all combinations, causal and not."""
+def around_tiles(rng: random.Random, tiles: Sequence[int]) -> list[Case]:
+    """Sq and Sk around tile sizes, in all combinations, causal and not."""
     cases = []
-    for tile, (low, high) in TILE_HEAD_DIMS.items():
+    for tile in tiles:
+        low, high = TILE_HEAD_DIMS[tile]
         for seqlen_q, seqlen_k, causal in itertools.product(around(tile), around(tile), (False, True)):
             heads_q, heads_kv = _heads(rng)
             cases.append(
@@ -420,7 +422,9 @@ def drawn(rng: random.Random, count: int) -> list[Case]:
 
 def every_case() -> tuple[Case, ...]:
     rng = random.Random(20240229)
-    parts = corners() + around_tiles(rng) + head_dims(rng) + groups(rng) + layouts(rng) + drawn(rng, 80)
+    *tiles, widest = TILE_HEAD_DIMS
+    parts = corners() + around_tiles(rng, tiles) + head_dims(rng) + groups(rng) + layouts(rng) + drawn(rng, 80)
+    parts += around_tiles(rng, [widest])  # drawn last, so that the others are what they were without it
     return tuple(dict.fromkeys(parts))
 
 

@@ -1,9 +1,10 @@
-"""What every test shares: a kernel cache of its own, no tuned block configs, and a reason for skipping, without a
-GPU, those under tests/gpu and those marked `gpu`."""
+"""What every test shares: a kernel cache of its own, no tuned block configs, and a reason for skipping those under
+tests/gpu and those marked `gpu`: there is no GPU, nobody has run its kernels, or none serves what is tested."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault(
@@ -30,12 +31,31 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.path.is_relative_to(GPU_TESTS) or item.get_closest_marker("gpu")]
-    if gpu and not _has_gpu():
+    if gpu:
+        from fmha.jit import launch
+
+        arch = launch.current_architecture()
         for item in gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            if reason := why_not(item, arch):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _has_gpu() -> bool:
-    import torch
+def why_not(item: pytest.Item, arch: str | None) -> str | None:
+    """Why a test is skipped on a GPU of this architecture. What it needs kernels for say its marks `needs`, and its
+    parameters `case` and `head_dim`."""
+    from fmha.problem import Problem, supports, unrun
+    from tests.cases import Case
+    from tests.kernels import paged_problem_of, problem_of
+    from tests.paged import PagedCase
 
-    return torch.cuda.is_available()
+    if arch is None:
+        return "needs a CUDA device"
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    needed = [problem for mark in item.iter_markers("needs") for problem in mark.args] or [Problem("bfloat16", 64)]
+    if "head_dim" in given:
+        needed = [replace(problem, head_dim=given["head_dim"]) for problem in needed]
+    if isinstance(case := given.get("case"), Case):
+        needed.append(problem_of(case))
+    elif isinstance(case, PagedCase):
+        needed.append(paged_problem_of(case))
+    return next(filter(None, (supports(problem, arch) for problem in needed)), None) or unrun(arch)

@@ -84,7 +84,7 @@ def _kernel(problem: AnyProblem, config: AnyConfig, arch: str, recorder: str | N
     """The kernel, of the folder that `arch` is lowered in, and any arguments of its types."""
     folder = f"fmha.kernels.{FOLDERS[arch]}"
     if isinstance(problem, WriteProblem):
-        kind = importlib.import_module(f"{folder}.writing").WriteKernel
+        kind = importlib.import_module("fmha.kernels.common.writing").WriteKernel
         return kind(problem.layout, config), _abstract_arguments(addresses=6, factors=0)
     dtype = _element_type(problem.dtype)
     if isinstance(problem, PagedProblem):

@@ -11,8 +11,8 @@ import tvm_ffi  # noqa: F401  (loading a kernel needs it: 20 ms, better spent at
 
 from fmha.jit import compile, key, tuned
 from fmha.jit.store import Store
-from fmha.problem import AnyProblem, PagedProblem, Problem, TiledProblem, Unsupported, WriteProblem, supports
-from schedules.tiling import AnyConfig, BlockConfig, CopyConfig, Extent, choose, for_pages, rows
+from fmha.problem import AnyProblem, PagedProblem, Problem, TiledProblem, Unsupported, WriteProblem, supports, unrun
+from schedules.tiling import AnyConfig, CopyConfig, Extent, TiledConfig, choose, for_pages, rows
 
 if TYPE_CHECKING:
     from fmha.jit.sass import Resources
@@ -27,7 +27,7 @@ _missing = threading.Lock()  # of the threads that miss a kernel, one fetches it
 class Pick(NamedTuple):
     """The block config of a call, and where it comes from: the table's reason for it, or "tuned: PATH"."""
 
-    config: BlockConfig
+    config: TiledConfig
     source: str
 
 
@@ -52,7 +52,7 @@ def pick(problem: TiledProblem, arch: str, extent: Extent | None = None) -> Pick
     return Pick(for_pages(config) if problem.paged else config, reason)
 
 
-def _suits(config: BlockConfig, problem: Problem, extent: Extent) -> bool:
+def _suits(config: TiledConfig, problem: Problem, extent: Extent) -> bool:
     return config.serves(extent.lse) and config.holds(problem.score)
 
 
@@ -86,8 +86,9 @@ def warmup(problems: AnyProblem | Iterable[AnyProblem], arch: str | None = None)
     problems  those to make ready, each with the kernels for long and for short sequences and for calls that want LSEs,
               where these differ, and with those tuned on this machine; a kernel takes seconds to compile the first time
               and milliseconds from disk
-    arch      "sm_90a"; by default that of the current CUDA device, on which each kernel is then launched once, for one
-              query, to have the driver load it. Another architecture fills the disk cache for it.
+    arch      such as "sm_90a"; by default that of the current CUDA device, on which each kernel is then launched once,
+              for one query, to have the driver load it, unless calls would be refused one that was never run. Another
+              architecture fills the disk cache for it.
 
     Raises `fmha.Unsupported` for the first problem without a kernel, before any is compiled.
     """
@@ -101,7 +102,7 @@ def warmup(problems: AnyProblem | Iterable[AnyProblem], arch: str | None = None)
     for problem in problems:
         for config in _configs(problem, arch):
             function = fetch(problem, config, arch)
-            if arch == here:
+            if arch == here and unrun(arch) is None:
                 _touch(function, problem)
 
 
@@ -126,9 +127,7 @@ def _configs(problem: AnyProblem, arch: str) -> Sequence[AnyConfig]:
         return [pick(problem, arch).config]
     found = [row.config for row in rows(problem.head_dim, arch, problem.head_dim_v)]
     if problem.paged:
-        return [
-            for_pages(config) for config in found if config.holds(problem.score) and not config.tile_n % problem.paged
-        ]
+        return [for_pages(config) for config in found if config.holds(problem.score) and config.takes(problem.paged)]
     return [c for c in dict.fromkeys([*found, *tuned.configs(problem, arch)]) if c.holds(problem.score)]
 
 
@@ -148,7 +147,7 @@ class Inspection:
 def inspect(problem: AnyProblem, arch: str | None = None, *, extent: Extent | None = None) -> Inspection:
     """Compiles `problem` if need be and reads its machine code. Needs no GPU.
 
-    arch    "sm_90a"; by default that of the current CUDA device
+    arch    such as "sm_90a"; by default that of the current CUDA device
     extent  an `fmha.Extent`, the sizes of a call: they decide between kernels, and whether one that was tuned on this
             machine applies; by default the table's kernel for long sequences is meant
 

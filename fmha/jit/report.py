@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fmha.jit import compile, library, sass
 from fmha.problem import PagedProblem, Variant
-from schedules.tiling import WARPGROUP, BlockConfig, choose, rivals
+from schedules.tiling import TiledConfig, choose, rivals
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 WIDE = 140  # characters, from which a table has every column
@@ -34,6 +34,7 @@ class Report:
     body_waits: tuple[tuple[int, int, int], ...]  # of each MMA wait: groups left, maxima and exponentials before it
     masked: tuple[int, ...]  # instructions a masked KV tile, where those have a loop
     early_retire: bool  # a softmax loop waits for every MMA before its first exponential
+    tmem_columns: int = 0  # of tensor memory, for each CTA
 
     @property
     def spills(self) -> int:
@@ -41,14 +42,13 @@ class Report:
         return self.local_loads + self.local_stores
 
 
-def of_cubin(cubin: bytes | Path, config: BlockConfig | None = None, function: str | None = None) -> Report:
+def of_cubin(cubin: bytes | Path, config: TiledConfig | None = None, function: str | None = None) -> Report:
     """Reads a cubin, of several kernels the one named `function`; `config` is the one it was compiled from.
 
     Errors as `sass.read`, LookupError without a KV loop.
     """
     found = sass.read(cubin, function)
     body = found.body
-    scores = config.tile_m * config.tile_n / (config.consumers * WARPGROUP) if config else None
     return Report(
         registers=found.registers,
         setmaxnreg=found.setmaxnreg,
@@ -58,11 +58,12 @@ def of_cubin(cubin: bytes | Path, config: BlockConfig | None = None, function: s
         smem_bytes=config.smem_bytes() if config else None,
         instructions=found.instructions,
         body=body.common,
-        body_per_score=round(body.common / scores, 2) if scores else None,
+        body_per_score=round(body.common / config.scores_per_thread, 2) if config else None,
         body_kinds={kind: n for kind, n in body.kinds.items() if n},
         body_waits=tuple((wait.pending, wait.maxima, wait.ex2) for wait in body.waits),
         masked=tuple(loop.common for loop in found.masked),
         early_retire=any(loop.early_retire for loop in found.softmax_loops),
+        tmem_columns=config.tmem_columns if config else 0,
     )
 
 
@@ -83,19 +84,20 @@ def name(variant: Variant, arch: str) -> str:
     base = f"{arch}-{config.dims}-{problem.mask}-{SHORT[problem.dtype]}"
     base += f"-{problem.score}" * (problem.score != "plain")
     base += f"-pages{problem.paged}" if problem.paged else "-ragged" * problem.ragged
-    exact = config.ones == 0
-    if exact and choose(config.head_dim, arch, head_dim_v=config.head_dim_v).ones:
+    if config.exact and not choose(config.head_dim, arch, head_dim_v=config.head_dim_v).exact:
         base += "-lse"
-    long = rivals(config.head_dim, arch, exact, config.head_dim_v)[0].config
+    long = rivals(config.head_dim, arch, config.exact, config.head_dim_v)[0].config
     return base if config == long else f"{base}-{config.tile_m}x{config.tile_n}"
 
 
 def table(reports: Mapping[str, Report], width: int, before: Mapping[str, Report] | None = None) -> Table:
     """The reports as a table for `width` characters; where `before` has another number, it follows in brackets."""
-    columns = ["registers", "stack", "spills", "smem", "loop", "a score", "masked"]
+    tmem = ["tmem"] * any(row.tmem_columns for row in reports.values())
+    columns = ["registers", "stack", "spills", "smem", *tmem, "loop", "a score", "masked"]
     columns += ["kernel", "mma", "ex2", "fma", "max", "moves", "MMA waits"] if width >= WIDE else []
     shown = plain_table("Resources, from machine code", ["variant"], columns)
-    shown.caption = "registers: of producer/consumer threads; loop, masked: instructions a KV tile"
+    shown.caption = "registers: of each role's threads; loop, masked: instructions a KV tile"
+    shown.caption += "; tmem: columns of tensor memory in use" * len(tmem)
     if width >= WIDE:
         shown.caption += "; waits: groups left, after how many instructions for the maximum and exponentials"
     for key, row in reports.items():
@@ -124,6 +126,7 @@ def _cells(row: Report, old: Report) -> dict[str, str]:
         "stack": _change(row.stack_bytes, old.stack_bytes),
         "spills": _change(row.spills, old.spills),
         "smem": f"{row.smem_bytes / 1024:.0f}K" if row.smem_bytes else "?",
+        "tmem": str(row.tmem_columns),
         "loop": _change(row.body, old.body),
         "a score": f"{row.body_per_score:.2f}" if row.body_per_score else "?",
         "masked": " ".join(_change(new, was) for new, was in masked),

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from fmha.jit import files
 from fmha.problem import Problem, supports
-from schedules.tiling import CHIPS, BlockConfig, Extent
+from schedules.tiling import CHIPS, BlockConfig, Extent, tunable
 
 VERSION = 1
 LOCK_SECONDS = 60.0  # far above any writing
@@ -80,6 +80,8 @@ class Entry:
         call = _typed(Call, rest, "entry")
         if reason := supports(Problem(call.dtype, call.head_dim, call.mask), call.arch):
             raise ValueError(reason)
+        if not tunable(call.arch):
+            raise ValueError(f"no block config is tuned for {call.arch}")
         if reason := config.check(CHIPS[call.arch]):
             raise ValueError(f"its config: {reason}")
         if (widest := min(config.head_dim, config.value_dim)) < call.head_dim:

@@ -1,4 +1,4 @@
-"""CPU tensors that pass for tensors on a Hopper GPU, for what takes a kernel's place in the tests of the host side."""
+"""CPU tensors that pass for tensors on a GPU, for what takes a kernel's place in the tests of the host side."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fmha.jit import launch, library, workspace
 L2_BYTES = 50 << 20
 MULTIPROCESSORS = 132
 STREAM = 5
-PLANNERS = [importlib.import_module(f"fmha.{name}") for name in ("attention", "paged")]  # not the function
+PLANNERS = [importlib.import_module(f"fmha.{name}") for name in ("attention", "paged", "writing")]  # not the function
 
 
-def pass_for_hopper(monkeypatch: pytest.MonkeyPatch, fetch: Callable[..., Any]) -> None:
+def pass_for_gpu(monkeypatch: pytest.MonkeyPatch, fetch: Callable[..., Any], arch: str = "sm_90a") -> None:
     """No plan is made yet, no kernel is in memory, and `fetch` has the kernels."""
-    monkeypatch.setattr(launch, "describe_device", lambda device: launch.Device("sm_90a", L2_BYTES, MULTIPROCESSORS))
+    monkeypatch.setattr(launch, "describe_device", lambda device: launch.Device(arch, L2_BYTES, MULTIPROCESSORS))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of a CPU
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from fmha import reference
-from perf import bench, environment, gpu_check, launch, peers, sanitize, show, suites, timing
+from fmha.problem import ALLOW_UNRUN, PagedProblem, Problem
+from perf import bench, decode, environment, gpu_check, launch, peers, sanitize, show, suites, timing
 from perf.peers import OURS, Candidate, Peer
 from perf.suites import Case
 
@@ -389,9 +390,56 @@ def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch, caps
     assert "no CUDA device" in capsys.readouterr().err
 
 
+UNSERVED = {  # of each suite on an architecture of head dims up to 128 that reads no pages
+    "dense": 14,
+    "tail": 0,
+    "window": 0,
+    "varlen": 0,
+    "scores": 6,
+    "decode": len(decode.CASES),
+    "launch": 0,
+}
+
+
+@pytest.mark.parametrize("suite", UNSERVED)
+def test_cases_without_a_kernel_are_left_out_with_the_reason(suite: str) -> None:
+    args = bench.parse([suite])
+    every = bench.count(args)
+    assert bench.unserved(args, "sm_90a") == {}
+    args.unserved = bench.unserved(args, "sm_100a")
+    assert bench.count(args) == every - len(args.unserved) == every - UNSERVED[suite]
+    wanted = "attention over pages" if suite == "decode" else "head_dim 256: multiples of 8 up to 128 only"
+    assert all(wanted in reason for reason in args.unserved.values())
+    assert not {case.name for case in bench.cases(args)} & set(args.unserved) if suite != "launch" else True
+
+
+@pytest.mark.parametrize("main", [bench.main, sanitize.main, gpu_check.main])
+def test_nothing_is_measured_that_nobody_has_run(main, monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv(ALLOW_UNRUN, raising=False)
+    for module in (bench, gpu_check):
+        monkeypatch.setattr(module, "current_architecture", lambda: "sm_100a")
+    monkeypatch.setattr(sanitize, "ARCH", "sm_100a")
+    arguments = {bench.main: ["dense"], sanitize.main: [], gpu_check.main: ["--out", str(tmp_path / "out")]}
+    assert main(arguments[main]) == 2
+    assert "FMHA_ALLOW_UNRUN=1" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_what_a_case_selects_a_kernel_by() -> None:
+    assert Case(1, 8, 8, 1, 1, 64, True, left=3).problem == Problem("bfloat16", 64, "window")
+    assert Case(1, 8, 8, 1, 1, 64, True, "float16", score="sinks").problem == Problem("float16", 64, "causal")
+    assert Case(1, 8, 8, 1, 1, 64, score="alibi", packed=(8,)).problem == Problem(
+        "bfloat16", 64, "dense", "alibi", ragged=True
+    )
+    assert decode.PagedCase((8,), 16, layout="vllm").problem == PagedProblem("bfloat16", 128, layout="vllm")
+
+
 def test_a_whole_run_writes_its_json(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
-    """Everything but the GPU: a row that is right, one that is wrong, one that raises."""
+    """Everything but the GPU: a row that is right, one that is wrong, one that raises, and one without a kernel."""
     cases = [Case(1, 20, 20, 2, 2, 16), Case(1, 21, 21, 2, 2, 16, base=20), Case(1, 22, 22, 2, 2, 16)]
+    cases.append(Case(1, 23, 23, 2, 2, 192))
+    monkeypatch.setattr(bench, "current_architecture", lambda: "sm_100a")
+    monkeypatch.setenv(ALLOW_UNRUN, "1")
     monkeypatch.setattr(suites, "SUITES", {"dense": tuple(cases)})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench, "CudaTimer", lambda: FakeTimer({}))
@@ -415,7 +463,9 @@ def test_a_whole_run_writes_its_json(monkeypatch: pytest.MonkeyPatch, tmp_path, 
     right, wrong, raised = written["rows"]
     assert right.keys() >= {"case", "unit", OURS, "peers", "spread", "cublas"} and right["peers"].keys() == {"sdpa"}
     assert "oracle" in wrong["error"] and raised["error"] == "TypeError: broken"
-    assert "not measured: fa3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not measured: fa3" in said and f"not measured: {cases[-1].name}: head_dim 192" in said
+    assert written["meta"]["unserved"].keys() == {cases[-1].name}
 
 
 # -- the launch suite -------------------------------------------------------------------------------------------------
@@ -525,6 +575,13 @@ def test_sanitized_numbers_are_checked(error: float, monkeypatch: pytest.MonkeyP
     assert sanitize.run_cases() == (0 if error == 1.0 else 2 * len(cases) + pages)
     assert asked == [False, True] * len(cases) + [True] * pages and len(cases) == 5 and pages == 3
     assert ("WRONG" in capsys.readouterr().out) == (error != 1.0)
+
+
+def test_what_no_kernel_serves_is_not_sanitized(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sanitize, "ARCH", "sm_100a")
+    assert {case.head_dim for case in filter(sanitize.served, sanitize.CASES)} == {64, 72, 128}
+    assert not any(map(sanitize.paged_served, sanitize.PAGED))
+    assert capsys.readouterr().out.count("left out") == sum(c.head_dim == 256 for c in sanitize.CASES) + 3
 
 
 def test_gpu_check_runs_every_step_and_reports_the_failed_ones(tmp_path, monkeypatch, capsys) -> None:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from schedules.tiling import SM90
+from schedules.tiling import TABLES
 from tests.cases import (
     ALIGNMENT,
     CASES,
@@ -65,7 +65,8 @@ def test_lengths_around_every_tile_meet_in_all_combinations(tile: int) -> None:
 
 
 def test_tiles_of_the_block_configs_are_among_those_covered() -> None:
-    used = {row.config.tile_m for row in SM90} | {row.config.tile_n for row in SM90}
+    every = [row.config for table in TABLES.values() for row in table]
+    used = {config.tile_m for config in every} | {config.tile_n for config in every}
     assert used <= set(TILE_HEAD_DIMS), "a block config has a tile length that no case is drawn around"
 
 

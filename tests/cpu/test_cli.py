@@ -16,12 +16,13 @@ from rich.console import Console
 
 import fmha
 from fmha import cli, demo, problem
-from fmha.jit import compile, library, report, sass
+from fmha.jit import compile, launch, library, report, sass
 from fmha.jit.store import Store
 from fmha.problem import PagedProblem, Problem
 from perf import resources
 from schedules import simulate
-from schedules.tiling import PAGED_TABLES, TABLES, BlockConfig, choose, rows
+from schedules.scores import SCORES
+from schedules.tiling import PAGED_TABLES, TABLES, BlockConfig, TmemConfig, choose, rows
 
 ARCH = "sm_90a"
 ONE = ["--head-dim", "64", "--mask", "dense", "--dtype", "bfloat16"]
@@ -67,7 +68,8 @@ def test_help(arguments: list[str], words: list[str], capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--arch", "sm_100a"], ["sm_100a", "sm_90a (Hopper)"]),
+        (["--arch", "sm_100a", "--head-dim", "192"], ["head_dim 192", "multiples of 8 up to 128"]),
+        (["--arch", "sm_100a", "--paged"], ["attention over pages on sm_100a", "sm_90a (Hopper)"]),
         (["--arch", "sm_75"], ["sm_75", "sm_90a (Hopper)"]),
         (["--head-dim", "64", "100"], ["head_dim 100", "multiples of 8 up to 256"]),
         (["--head-dim", "264"], ["head_dim 264", "256"]),
@@ -140,6 +142,25 @@ def test_head_dims_select_the_paged_kernels_that_serve_them(head_dims: list[int]
     assert len(chosen) == len(set(chosen)) == kernels * len(problem.PAGED_LAYOUTS) * len(problem.DTYPES)
 
 
+@pytest.mark.parametrize("arch", problem.UNRUN)
+@pytest.mark.parametrize(
+    ("arguments", "count"), [([], 18), (["--ragged", "--score", *SCORES], 72), (["--head-dim", "72"], 6)]
+)
+def test_every_kernel_of_another_architecture_is_among_them(arch: str, arguments: list[str], count: int) -> None:
+    """Without pages: it has no such kernel."""
+    chosen = cli.selection(cli.parser().parse_args(["inspect", "--arch", arch, *arguments]))
+    assert len(chosen) == len(set(chosen)) == count
+    assert {type(variant.config) for variant in chosen} == {TmemConfig}
+
+
+def test_a_head_dim_that_paged_kernels_lack_is_served_by_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = tuple(row for row in PAGED_TABLES[ARCH] if row.config.head_dim <= 64)
+    monkeypatch.setitem(PAGED_TABLES, ARCH, narrow)
+    chosen = cli.selection(cli.parser().parse_args(["inspect", "--head-dim", "64", "128"]))
+    assert {v.config.head_dim for v in chosen if isinstance(v.problem, PagedProblem)} == {64}
+    assert {v.config.head_dim for v in chosen if isinstance(v.problem, Problem)} == {64, 128}
+
+
 # -- compile and inspect -----------------------------------------------------------------------------------------------
 
 
@@ -168,6 +189,25 @@ def test_compile_writes_cubins_and_a_manifest(tmp_path: Path, capsys: pytest.Cap
     found, names = resources.folder(out), [entry["name"] for entry in manifest]
     assert {name: found[name] for name in names} == resources.measure(names)
     assert len(found) == len(every)
+
+
+def test_kernels_of_another_architecture_are_compiled_and_inspected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--arch", "sm_100a", *ONE]
+    says(capsys, "compile", "--out", str(tmp_path), *options)
+    (entry,) = json.loads((tmp_path / "manifest.json").read_text())
+    config = choose(64, "sm_100a")
+    assert entry["name"] == "sm_100a-d64-dense-bf16" and entry["config"] == dataclasses.asdict(config)
+    (row,) = json.loads(says(capsys, "inspect", "--json", *options)[0])
+    assert (row["arch"], row["spills"], row["stack_bytes"]) == ("sm_100a", 0, 0)
+    assert row["setmaxnreg"] == list(config.registers)
+    assert (row["smem_bytes"], row["tmem_columns"]) == (config.smem_bytes(), config.tmem_columns) == (232448, 384)
+    assert row["body_per_score"] == round(row["body"] / 128, 2)
+    (found,) = resources.folder(tmp_path).values()
+    assert json.loads(json.dumps(dataclasses.asdict(found))).items() <= row.items()
+    table = says(capsys, "inspect", *options)[0]
+    assert "40/72/200" in table and " tmem " in table and " 384 " in table
 
 
 def test_inspect_prints_what_the_machine_code_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,13 +267,15 @@ def test_cache_clear_removes_them(store: Store, capsys: pytest.CaptureFixture[st
 def test_the_demo_without_a_gpu(tmp_path: Path) -> None:
     empty = {"HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "fmha", "demo"], env=os.environ | empty, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "fmha", "demo"], env=os.environ | empty, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" equal") == len(demo.SIMULATED)
+    assert done.stdout.count(" equal") == len(demo.SIMULATED) + sum(case.head_dim <= 128 for case in demo.SIMULATED)
     assert "No GPU ran anything" in done.stdout
     count = len(resources.variants()) + len(PAGED_TABLES[ARCH])
     assert f"{count} kernels compiled for sm_90a (Hopper), none spills a register" in done.stdout
+    words = "9 kernels compiled for sm_100a (Blackwell), none spills a register. Nobody has run any of them on a GPU."
+    assert words in done.stdout.replace("\n", " ") and "sm_103a" not in done.stdout
     assert resources.variants().keys() <= set(done.stdout.split())
 
 
@@ -247,8 +289,44 @@ def printed(console: Console) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.parametrize("arch", [None, "sm_80", "sm_100a", "sm_103a"])
+def test_the_demo_says_why_nothing_runs(arch: str | None, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+    monkeypatch.setattr(launch, "current_architecture", lambda: arch)
+    monkeypatch.setattr(demo, "simulate", lambda console, one: done.append(f"simulate {one}") or 0)
+    monkeypatch.setattr(demo, "show_resources", lambda console, one: done.append(f"compile {one}") or 0)
+    monkeypatch.delenv(problem.ALLOW_UNRUN, raising=False)
+    assert demo.run(console) == 0
+    assert done == [f"{what} {one}" for what in ("simulate", "compile") for one in ("sm_90a", "sm_100a")]
+    said = " ".join(printed(console).split())
+    assert "No GPU ran anything" in said and (arch or "no CUDA device") in said
+    assert ("FMHA_ALLOW_UNRUN=1" in said) == (arch in problem.UNRUN)
+
+
+@pytest.mark.parametrize(("arch", "cases"), [("sm_90a", 8), ("sm_100a", 7)])
+def test_the_demo_runs_what_there_are_kernels_for(
+    arch: str, cases: int, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, where it may: all of its cases but those of head dim 256 on Blackwell."""
+    monkeypatch.setenv(problem.ALLOW_UNRUN, "1")
+    monkeypatch.setattr(launch, "current_architecture", lambda: arch)
+    monkeypatch.setattr(demo, "ON_GPU", tuple(dataclasses.replace(c, batch=0) for c in demo.ON_GPU))
+    monkeypatch.setattr(demo, "DEVICE", "cpu")
+    monkeypatch.setattr(fmha, "attention", lambda q, k, v, causal: q)
+    monkeypatch.setattr(demo, "torch_attention", lambda q, k, v, causal: q)
+    monkeypatch.setattr(demo, "max_error", lambda *call: 1.0)
+    monkeypatch.setattr(demo, "median_ms", lambda *functions: (1.0, 2.0))
+    monkeypatch.setattr(demo, "show_resources", lambda console, arch: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    assert demo.run(console) == 0
+    assert printed(console).count(" right") == cases + 1  # "right is at most"
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("what", ["o", "lse"])
-def test_the_demo_notices_one_wrong_number(what: str, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_notices_one_wrong_number(
+    what: str, arch: str, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = simulate.forward
 
     def wrong(*args: object, **kwargs: object) -> simulate.Result:
@@ -257,9 +335,9 @@ def test_the_demo_notices_one_wrong_number(what: str, console: Console, monkeypa
         return found
 
     monkeypatch.setattr(demo, "SIMULATED", demo.SIMULATED[:1])
-    assert demo.simulate(console) == 0
+    assert demo.simulate(console, arch) == 0
     monkeypatch.setattr(simulate, "forward", wrong)
-    assert demo.simulate(console) == 1
+    assert demo.simulate(console, arch) == 1
     assert "DIFFERENT" in printed(console)
 
 

@@ -19,7 +19,7 @@ from fmha.jit import arguments, launch, library, workspace
 from fmha.problem import PagedProblem, Unsupported
 from schedules.splits import UNLIMITED, counters_needed, parts_needed
 from schedules.tiling import ROWS_PER_WARPGROUP, BlockConfig
-from tests.cpu.stand_in import MULTIPROCESSORS, STREAM, pass_for_hopper, strided, vector
+from tests.cpu.stand_in import MULTIPROCESSORS, STREAM, pass_for_gpu, strided, vector
 from tests.paged import PagedCase, Tensors, call, compare, tensors
 
 BF16 = torch.bfloat16
@@ -135,7 +135,7 @@ def strided_floats(address: int, shape: tuple[int, ...]) -> torch.Tensor:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     stand_in = Kernel()
-    pass_for_hopper(monkeypatch, stand_in.fetch)
+    pass_for_gpu(monkeypatch, stand_in.fetch)
     return stand_in
 
 

@@ -12,7 +12,7 @@ import fmha
 from fmha.jit.arguments import PAGED_SIZES, SIZES
 from fmha.prefill import LEAST_PAGE, LEAST_ROWS
 from fmha.problem import PagedProblem, Problem
-from tests.cpu.stand_in import pass_for_hopper
+from tests.cpu.stand_in import pass_for_gpu
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
@@ -40,7 +40,7 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches()
-    pass_for_hopper(monkeypatch, found.fetch)
+    pass_for_gpu(monkeypatch, found.fetch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **given: real(*shape, **given))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fmha
-from fmha.problem import ARCHITECTURES, DTYPES, MASKS, AnyProblem, PagedProblem, supports
+from fmha.problem import ALLOW_UNRUN, ARCHITECTURES, DTYPES, MASKS, UNRUN, AnyProblem, PagedProblem, supports
 from perf import readme
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,12 @@ def test_what_it_opens_with() -> None:
     order = ["Exact attention", "```python", "make demo", "make test", "<!-- support:begin -->"]
     places = [TEXT.index(words) for words in order]
     assert places == sorted(places)
-    assert all(f"{chip} ({arch})" in TEXT for arch, chip in ARCHITECTURES.items())
+    table = TEXT[TEXT.index("<!-- support:begin -->") : TEXT.index("<!-- support:end -->")]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    for arch, chip in ARCHITECTURES.items():
+        mine = [line for line in lines if chip in line and arch in line]
+        assert len(mine) == 2 and all(("never run" in line) == (arch in UNRUN) for line in mine)
+    assert ALLOW_UNRUN in TEXT
     assert all(word in TEXT for word in (*DTYPES, *MASKS))
 
 

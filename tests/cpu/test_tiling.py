@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import re
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 
 from schedules.domain import DOMAINS
-from schedules.tiling import CHIPS, ONES, TABLES, BlockConfig, Extent, choose, predicted_us, rivals, rows
+from schedules.scores import SCORES
+from schedules.tiling import (
+    CHIPS,
+    ONES,
+    PAGED_TABLES,
+    TABLES,
+    BlockConfig,
+    CopyConfig,
+    Extent,
+    TmemConfig,
+    choose,
+    config_of,
+    for_pages,
+    predicted_us,
+    rivals,
+    rows,
+    tunable,
+)
 
 ROWS = [(arch, row) for arch, table in TABLES.items() for row in table]
 BASE = BlockConfig(
     128, tile_n=128, stages=2, q_stages=2, consumers=2, producer_registers=24, consumer_registers=240
 )  # fmt: skip
 CHIP = CHIPS["sm_90a"]
+DIMS = [(arch, d) for arch, table in TABLES.items() for d in range(8, table[-1].config.head_dim + 1, 8)]
 
 
 @pytest.mark.parametrize(("arch", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else str(x.config.head_dim))
@@ -24,14 +42,13 @@ def test_the_table_fits_its_chip(arch, row):
 
 
 @pytest.mark.parametrize("arch", TABLES)
-def test_the_table_is_sorted_and_reaches_256(arch):
+def test_the_table_is_sorted_and_reaches_as_far_as_accumulators_fit(arch):
     dims = [row.config.head_dim for row in TABLES[arch]]
-    assert dims == sorted(dims) and dims[-1] == 256
+    assert dims == sorted(dims) and dims[-1] == (128 if CHIPS[arch].tmem_columns else 256)
     assert len({row.config for row in TABLES[arch]}) == len(dims)
 
 
-@pytest.mark.parametrize("arch", TABLES)
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@pytest.mark.parametrize(("arch", "head_dim"), DIMS)
 def test_choose_takes_the_narrowest_that_is_wide_enough(arch, head_dim):
     wide_enough = [row.config for row in TABLES[arch] if row.config.value_dim >= head_dim]
     narrowest = min(wide_enough, key=lambda config: config.head_dim)
@@ -39,10 +56,9 @@ def test_choose_takes_the_narrowest_that_is_wide_enough(arch, head_dim):
     assert [row.config for row in rows(head_dim, arch)] == [c for c in wide_enough if c.head_dim == narrowest.head_dim]
 
 
-@pytest.mark.parametrize("arch", TABLES)
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@pytest.mark.parametrize(("arch", "head_dim"), DIMS)
 def test_choose_takes_the_narrowest_that_both_head_dims_fit_in(arch, head_dim):
-    for head_dim_v in range(8, 257, 8):
+    for head_dim_v in (d for name, d in DIMS if name == arch):
         chosen = choose(head_dim, arch, head_dim_v=head_dim_v)
         assert chosen.head_dim >= head_dim and chosen.value_dim >= head_dim_v
         for other in (row.config for row in TABLES[arch]):
@@ -87,6 +103,32 @@ def test_choose_refuses_a_head_dim_past_the_table():
         choose(264, "sm_90a")
     with pytest.raises(LookupError, match="no block config of sm_90a holds head dims 64 and 264"):
         choose(64, "sm_90a", head_dim_v=264)
+    with pytest.raises(LookupError, match="no block config of sm_100a holds head dims 136 and 136"):
+        choose(136, "sm_100a")
+    with pytest.raises(LookupError, match="no block config of sm_100a holds head dims 64 and 64"):
+        rows(64, "sm_100a", paged=True)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in TABLES if not tunable(arch)])
+@pytest.mark.parametrize("score", SCORES)
+def test_with_tensor_memory_a_head_dim_has_one_kernel_for_every_call(arch, score):
+    for row in TABLES[arch]:
+        assert isinstance(row.config, TmemConfig) and row.config.exact and row.cost is None
+        assert all(rivals(row.config.head_dim, arch, lse) == (row,) for lse in (False, True))
+        for lse in (False, True):
+            extent = replace(suite(row.config.head_dim, "causal", 1024), lse=lse)
+            assert choose(row.config.head_dim, arch, extent, score=score) == row.config
+            assert row.config.serves(lse) and row.config.holds(score)
+        assert row.config.takes(0) and not row.config.takes(16) and for_pages(row.config) == row.config
+        assert row.config.registers == (40, 72, 200) and row.config.scores_per_thread == 128
+
+
+def test_fields_say_which_kind_a_config_is_of():
+    every = [row.config for table in (*TABLES.values(), *PAGED_TABLES.values()) for row in table]
+    assert all(config_of(asdict(config)) == config for config in every)
+    for fields in ({}, asdict(CopyConfig()), asdict(BASE) | {"lanes": 3}):
+        with pytest.raises(ValueError, match="no kind of block config has the fields"):
+            config_of(fields)
 
 
 def suite(head_dim: int, mask: str, seqlen: int) -> Extent:
@@ -114,7 +156,7 @@ def test_rivals_have_costs_and_all_of_them_win_somewhere(arch):
                 assert choose(head_dim, arch, long, head_dim_v) == found[0].config, "the one for long ones"
 
 
-@pytest.mark.parametrize("arch", TABLES)
+@pytest.mark.parametrize("arch", [arch for arch in TABLES if tunable(arch)])
 def test_calls_that_want_lses_get_sums_in_float32_and_others_get_ones_where_they_fit(arch):
     for head_dim, head_dim_v in sorted({(row.config.head_dim, row.config.value_dim) for row in TABLES[arch]}):
         exact, others = (rivals(head_dim, arch, lse, head_dim_v) for lse in (True, False))
@@ -243,8 +285,8 @@ def test_shared_memory_is_three_rings_and_the_barriers():
     assert replace(four, ones=8).smem_bytes() == four.smem_bytes() + 128 * 64 * 2, "one for all"
 
 
-@pytest.mark.parametrize(("arch", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else str(x.config.head_dim))
-def test_every_slot_of_v_reaches_ones_that_overlap_nothing(arch, row):
+@pytest.mark.parametrize("row", TABLES["sm_90a"], ids=lambda row: str(row.config.head_dim))
+def test_every_slot_of_v_reaches_ones_that_overlap_nothing(row):
     slots = row.config.value_slots
     starts = [slots.slot * stage + slots.block * i for stage in range(slots.stages) for i in range(slots.blocks)]
     taken = {*starts, *slots.ones_at()}

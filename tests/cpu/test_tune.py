@@ -20,7 +20,7 @@ from fmha.jit import launch, library, sass, tuned
 from perf import bench, cases, environment, resources, timing, tune
 from perf.suites import Case
 from perf.tune import Decision, Row, Target
-from schedules.tiling import CHIPS, TABLES, BlockConfig, Choice, Extent, choose, rivals
+from schedules.tiling import CHIPS, TABLES, BlockConfig, Choice, Extent, choose, rivals, tunable
 
 ARCH = "sm_90a"
 DEVICE = launch.Device(ARCH, 50 << 20, 132)
@@ -417,9 +417,15 @@ def test_a_problem_without_kernels_is_refused(card: Card, capsys) -> None:
     assert "head_dim 264" in capsys.readouterr().err
 
 
+def test_an_architecture_without_measurements_is_refused(card: Card, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "describe_device", lambda device: replace(DEVICE, arch="sm_100a"))
+    assert tune.main(ARGUMENTS) == 2
+    assert "sm_100a has block configs of another kind" in capsys.readouterr().err
+
+
 def test_the_simulator_ran_every_ring_that_the_grid_has() -> None:
     """tests/cpu/test_simulate.py: 1 to 3 consumers, 1 to 4 stages, 1 or 2 Q slots, all combinations."""
-    for arch in TABLES:
+    for arch in filter(tunable, TABLES):
         for head_dim in HEAD_DIMS:
             for config in tune.grid(replace(target(f"D{head_dim} S64"), arch=arch)):
                 assert config.consumers <= 3 and config.stages <= 4 and config.q_stages <= 2

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from fmha.problem import PagedProblem
+
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
 
+@pytest.mark.needs(PagedProblem("bfloat16", 128))
 @pytest.mark.parametrize(("layout", "page"), [("nhd", "16"), ("hnd", "1"), ("vllm", "16")])
 def test_decoding(layout: str, page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Logits with a paged cache are those of the same model without one."""

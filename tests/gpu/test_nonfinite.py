@@ -68,7 +68,7 @@ def test_one_value_spreads_as_in_a_plain_softmax(head_dim: int, dtype: str, caus
             known = torch.ones(300, dtype=torch.bool, device="cuda")
             if tensor == "v":
                 known = ~unspecified(case, place, with_lse)
-            assert int(known.sum()) >= 100
+            assert int(known.sum()) >= 30  # with tiles of 256 queries it is the 34 of the second one that see the key
             assert_same_kind(found[:, known], exact[:, known], tolerance)
         finite = exact_lse.isfinite()
         assert not lse[~finite].isfinite().any(), "the LSE is finite where the oracle's is not"

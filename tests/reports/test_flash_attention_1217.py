@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fmha
+from fmha.problem import PagedProblem
 from tests.checks import half_ulp
 from tests.paged import PagedCase, call, compare, tensors
 
@@ -11,6 +12,7 @@ LSE_ROUNDING = 1e-5
 
 
 @pytest.mark.gpu
+@pytest.mark.needs(PagedProblem("bfloat16", 128))
 @pytest.mark.parametrize("splits", [2, 3, 8, 64])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_splits_of_packed_sequences(splits: int, head_dim: int) -> None:

@@ -3,10 +3,12 @@ and over."""
 
 import pytest
 
+from fmha.problem import PagedProblem
 from tests.paged import PagedCase, check
 
 
 @pytest.mark.gpu
+@pytest.mark.needs(PagedProblem("bfloat16", 192, head_dim_v=128))
 @pytest.mark.parametrize("page", [1, 16, 32, 128, 256])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_pages_that_are_no_tile(page: int, tokens: int) -> None:

@@ -2,10 +2,12 @@
 
 import pytest
 
+from fmha.problem import PagedProblem
 from tests.paged import PagedCase, check
 
 
 @pytest.mark.gpu
+@pytest.mark.needs(PagedProblem("bfloat16", 256))
 @pytest.mark.parametrize("page", [1, 16, 64, 128])
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
 def test_pages_of_every_size(page: int, layout: str) -> None:

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 import fmha
+from fmha.problem import Problem
 from tests.checks import same_bits
 
 
 @pytest.mark.gpu
+@pytest.mark.needs(Problem("bfloat16", 256))
 def test_strides_of_a_transposed_tensor() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (1, 32, 8192, 256)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fmha
+from fmha.problem import PagedProblem
 from tests.checks import poison
 from tests.paged import NO_PAGE, PagedCase, call, compare, tensors
 
@@ -22,6 +23,7 @@ def far(pages: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.gpu
+@pytest.mark.needs(PagedProblem("bfloat16", 128))
 @pytest.mark.parametrize(("layout", "page"), [("nhd", 16), ("hnd", 16), ("vllm", 16), ("nhd", 1)])
 def test_the_last_pages_of_a_large_cache(layout: str, page: int) -> None:
     case = PagedCase((300, 65), (2, 2), 8, 4, 128, page, layout, causal=True)

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 import fmha
+from fmha.problem import PagedProblem
 from tests.checks import same_bits
 from tests.paged import PagedCase, tensors
 
 
 @pytest.mark.gpu
+@pytest.mark.needs(PagedProblem("bfloat16", 128))
 @pytest.mark.parametrize("splits", [1, 4, 16])
 @pytest.mark.parametrize("layout", ["nhd", "vllm"])
 def test_a_neighbour_changes_no_bit(splits: int, layout: str) -> None:

@@ -16,6 +16,7 @@ from cutlass import Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from fmha.jit.arguments import COUNTER, FIRST, LISTED, RECORD, TOTAL, records_at
+from fmha.kernels.common.memory import at, read, write
 from fmha.kernels.sm90 import softmax
 from schedules.work import BUCKETS, RaggedWork, Sequence, group_of, ragged_work_of, within
 
@@ -183,18 +184,6 @@ class RaggedGrid:
             rest = index - read(self.listing, FIRST + low) * self.heads
             found = ragged_work_of(rest, sequence, self.heads, self.tile_m)
         return found
-
-
-def at(address: Int64, index: Int32) -> cute.Pointer:
-    return cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4) + index
-
-
-def read(address: Int64, index: Int32) -> Int32:
-    return cute.make_tensor(at(address, index), cute.make_layout(1))[0]
-
-
-def write(address: Int64, index: Int32, value: Int32) -> None:
-    cute.make_tensor(at(address, index), cute.make_layout(1))[0] = value
 
 
 def atomic_increment(address: Int64) -> Int32:

@@ -1,4 +1,5 @@
-"""New tokens into the slots of a paged KV cache, on Hopper: 16 bytes a thread and token, through registers.
+"""New tokens into the slots of a paged KV cache: 16 bytes a thread and token, through registers. Nothing
+in it is one chip's own; programmatic dependent launch is Hopper's and later ones'.
 
     sizes             the address on the host of `fmha.jit.arguments.WRITE_SIZES`, an int64 each
     k, v              the addresses of [T, Hkv, D], multiples of 16 bytes; strides whose last is 1 and whose others are
@@ -22,7 +23,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fmha.jit.arguments import WRITE_SIZES
-from fmha.kernels.sm90.listing import read
+from fmha.kernels.common.memory import read
 from schedules.tiling import ELEMENT_BYTES, CopyConfig
 
 CHUNK = 8  # elements of 16 bytes
