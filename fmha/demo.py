@@ -142,6 +142,7 @@ def simulate_case(case: Case, config: TiledConfig, seed: int) -> tuple[int, floa
     """(operations simulated, largest error of the output, largest error of the LSE)."""
     from schedules import simulate, simulate_tmem
 
+    assert isinstance(config, BlockConfig | TmemConfig), f"{config} is not of a forward kernel"
     q, k, v = case.tensors("cpu")
     arrays = (tensor.double().numpy() for tensor in (q, k, v))
     assert isinstance(config, BlockConfig | TmemConfig)
