@@ -7,7 +7,6 @@ perf/resources-blackwell.json (`python -m perf.peers_blackwell`). `perf.blackwel
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import NamedTuple
 from perf import peers_blackwell
 from perf.blackwell_model import (
     CLOCK,
+    DENSE_FLOPS_PER_SECOND,
     HBM_BYTES_PER_SECOND,
     HOP,
     HOPS,
@@ -36,11 +36,11 @@ from perf.blackwell_model import (
     peak,
     pipes,
     predict,
-    stages,
     tile_bytes,
 )
 from perf.peers_blackwell import PEERS, TILE, Code, Row
 from perf.readme import table
+from schedules.tiling import ELEMENT_BYTES
 
 PAGE = Path(__file__).with_name("blackwell.md")
 NOTICE = "<!-- python -m perf.blackwell --update writes this page. -->"
@@ -104,11 +104,9 @@ def published() -> list[Published]:
         found.append(Published("flash-attn-4", f"fa4-d64-{mask}", problem, FA4_64, tflops=fa4))
         found.append(Published("cuDNN", "", problem, FA4_64, tflops=cudnn))
     at = Problem(128, "dense", 147600, 2, 40)
-    tail = "prims_ts-d128-dense-tail"
-    found.append(Published("FlashInfer, mask in the loop", tail, at, FLASHINFER, cycles=1283e6))
-    found.append(
-        Published("FlashInfer, tail outside", "prims_ts-d128-dense", at, FLASHINFER, cycles=1037e6),
-    )
+    before, after = "FlashInfer, mask in the loop", "FlashInfer, tail behind the loop"
+    found.append(Published(before, "", at, FLASHINFER, cycles=1283e6))
+    found.append(Published(after, "prims_ts-d128-dense-tail", at, FLASHINFER, cycles=1037e6))
     return found
 
 
@@ -181,11 +179,12 @@ def code_words(rows: Mapping[str, Row]) -> str:
         "Spills: " + (", ".join(f"`{name}`" for name in spilling) if spilling else "none") + "."
     )
     if (tail := "prims_ts-d128-dense-tail") in rows and (even := "prims_ts-d128-dense") in rows:
-        before, after = rows[even], rows[tail]
+        one, other = rows[even], rows[tail]
         said += (
-            f" `prims_ts` compiles a cubin for each length of the tail: {before.body.instructions} instructions in "
-            f"the loop and {before.spills} local loads and stores without one, {after.body.instructions} and "
-            f"{after.spills} with one, for it masks in every round."
+            f" `prims_ts` has a cubin for each length of the tail: {one.instructions} instructions without one and "
+            f"{other.instructions} with one, and {other.body.kinds['select']} selects in the loop with or without. "
+            "This version has its tail behind the loop, as all kernels here; the revision that had not is among the "
+            "published figures below."
         )
     return said
 
@@ -199,7 +198,9 @@ def rate_section() -> list[str]:
         "## Rates",
         f"A multiprocessor's, per cycle. A B200 has {MULTIPROCESSORS}; the peak is {MULTIPROCESSORS} x "
         f"{RATES['tensor'].value:g} FLOP x the clock, {peak() / 1e15:.2f} PFLOP/s at {CLOCK / 1e9:g} GHz. Cycles and "
-        "shares of the peak do not depend on the clock, and TFLOP/s do: under a power limit it is lower.",
+        "shares of the peak do not depend on the clock, and TFLOP/s do: under a power limit it is lower. NVIDIA's data "
+        f"sheet has {DENSE_FLOPS_PER_SECOND / 1e15:g} PFLOP/s, the same rate at "
+        f"{DENSE_FLOPS_PER_SECOND / peak(1e9):.2f} GHz.",
         table(("unit", "rate", "source", "refuted by"), lines),
         table(
             ("assumed", "cycles", "refuted by"),
@@ -238,9 +239,23 @@ def pipe_section(rows: Mapping[str, Row]) -> list[str]:
         "one that loads. Operands of QK (Q and K) and of PV (V alone, as P is in tensor memory) are read from "
         f"shared memory once for each of the {Q_TILES} Q tiles, and K and V written once.",
         table(("D", "tile", *RATES, "busiest"), lines),
-        "At D 128 QK alone fills shared memory's port, and TMA's writes come on top: as many cycles as the tensor "
-        "core's. At D 64 it is MUFU that is busiest, by far.",
+        "At D 64 MUFU is busiest by far. At D 128 QK reads as many bytes of shared memory a cycle as it has, and TMA's "
+        "writes come on top: over a KV tile as many cycles as the tensor core's. " + memory_words(rows),
     ]
+
+
+def memory_words(rows: Mapping[str, Row]) -> str:
+    """What the whole chip draws from L2 and from memory, at the pace that is predicted."""
+    kernel = Kernel.of(rows["fmha-d128-dense"], 128)
+    from_l2 = MULTIPROCESSORS * 2 * tile_bytes(128) / kernel.period * CLOCK
+    problem = Problem(128, "dense", TOKENS, 1, WIDTH // 128)
+    once = 4 * TOKENS * WIDTH * ELEMENT_BYTES / HBM_BYTES_PER_SECOND
+    takes = predict(kernel, problem).cycles / CLOCK
+    return (
+        f"At the pace predicted below all multiprocessors together draw {from_l2 / 1e12:.1f} TB/s of K and V from L2 "
+        f"at D 128; memory has {1e6 * once:.0f} us to do in the {1e6 * takes:.0f} us of S = {TOKENS}, if each of Q, "
+        "K, V and O passes once."
+    )
 
 
 def chain_section(rows: Mapping[str, Row]) -> list[str]:
@@ -252,19 +267,19 @@ def chain_section(rows: Mapping[str, Row]) -> list[str]:
             of = kernel.masked if masked else kernel.body
             chain = 2 * kernel.mma + 2 * HOP + sum(of)
             what = "at the diagonal" if masked else "body"
-            cells = [2 * kernel.mma, *of, chain, kernel.period if not masked else chain]
+            cells = [2 * kernel.mma, *of, 2 * HOP, chain]
             lines.append((head_dim, what, *(f"{cell:.0f}" for cell in cells)))
     return [
         "## What bounds",
-        "No unit is as busy as that. P is written over S, so a Q tile's next QK waits for its PV, that for its "
+        "Not the busiest unit alone. P is written over S, so a Q tile's next QK waits for its PV, that for its "
         "weights, and those for its QK: a chain, while the tensor core has only the other Q tile to go on with. Its "
         "links, in cycles:",
         table(
-            ("D", "tile", "QK and PV", "to the maximum", "exponentials", "last weights", "chain", "a KV tile"), lines
+            ("D", "tile", "QK and PV", "to the maximum", "exponentials", "last weights", "hand-overs", "chain"), lines
         ),
-        f"The chain with two hand-overs of {HOP} cycles is longer than the busiest unit's time, at either head dim: "
-        "the kernel should be bound by latency. What shortens it: PV that starts on the first weights before the "
-        "last are there, a wider S that P does not cover, fewer exponentials on MUFU, shorter hand-overs.",
+        "The chain is longer than the busiest unit's time, at either head dim: latency should bound the kernel. What "
+        "shortens it: PV that starts on the first weights before the last are there, P beside S instead of over it, "
+        "fewer exponentials on MUFU, shorter hand-overs.",
     ]
 
 
@@ -285,6 +300,7 @@ def prediction_section(rows: Mapping[str, Row]) -> list[str]:
                         f"{seqlen:,}",
                         problem.batch,
                         problem.heads,
+                        f"{-(-seqlen // (Q_TILES * ROWS)) * problem.batch * problem.heads / MULTIPROCESSORS:.1f}",
                         f"{middle.cycles:,.0f}",
                         f"{100 * middle.balance:.1f}%",
                         f"**{100 * middle.share:.1f}%**",
@@ -295,10 +311,10 @@ def prediction_section(rows: Mapping[str, Row]) -> list[str]:
     return [
         "## Predictions",
         f"Of our kernels, B S = {TOKENS} or B = 1, H D = {WIDTH}, queries as long as keys. Work tiles are taken as "
-        "`schedules.work` orders them; a causal one has the tiles of its diagonal masked, as `schedules.domain` says. "
-        "*balance*: mean load of a multiprocessor over that of the one that ends last. *range*: with hand-overs of "
-        f"{HOPS[-1]} to {HOPS[0]} cycles. TFLOP/s at {CLOCK / 1e9:g} GHz.",
-        table(("D", "mask", "S", "B", "H", "cycles", "balance", "of peak", "range", "TFLOP/s"), lines),
+        "`schedules.work` orders them; a causal one has the tiles of its diagonal masked, as `schedules.domain` "
+        "says. *waves*: work tiles a multiprocessor. *balance*: mean load of a multiprocessor over that of the one "
+        f"that ends last. *range*: with hand-overs of {HOPS[-1]} to {HOPS[0]} cycles. TFLOP/s at {CLOCK / 1e9:g} GHz.",
+        table(("D", "mask", "S", "B", "H", "waves", "cycles", "balance", "of peak", "range", "TFLOP/s"), lines),
         border_words(rows),
     ]
 
@@ -357,12 +373,12 @@ def check_words(rows: Mapping[str, Row]) -> str:
             Problem(head_dim, "dense", TOKENS, 1, WIDTH // head_dim),
         )
         said.append(
-            f"at D {head_dim} others reached {low:.2f} to {high:.2f} of what the model says of them, so that our dense "
-            f"kernel at S = {TOKENS} is to be expected at {100 * low * ours.share:.0f} to "
-            f"{100 * min(1, high * ours.share):.0f}% of the peak and not at {100 * ours.share:.0f}%"
+            f"at D {head_dim} others reached {low:.2f} to {high:.2f} of what the model says of them. Our dense "
+            f"kernel at S = {TOKENS}, {100 * ours.share:.0f}% by the model, is then to be expected at "
+            f"{100 * low * ours.share:.0f} to {100 * high * ours.share:.0f}%"
         )
-    words = "; ".join(said)
-    return words[0].upper() + words[1:] + ". The model is closest where MUFU decides, and too kind where it does not."
+    words = ". ".join(sentence[0].upper() + sentence[1:] for sentence in said)
+    return words + ". The model is closest where MUFU decides, and too kind where it does not."
 
 
 def polynomials(row: Row, count: int, config: int) -> Code:
@@ -384,7 +400,7 @@ def polynomial_section(rows: Mapping[str, Row]) -> list[str]:
         row, (_, config) = rows[name], peers_blackwell.ours()[name]
         for count in POLYNOMIALS:
             code = polynomials(row, count, config.polynomials)
-            kernel = replace(Kernel.of(row, head_dim), body=stages(code))
+            kernel = Kernel.of(replace(row, body=code), head_dim)
             busiest = pipes(code)
             most = max(busiest, key=lambda unit: busiest[unit])
             share = 2 * Q_TILES * mma(head_dim) / kernel.period
@@ -437,16 +453,17 @@ def decode_section() -> list[str]:
 UNCERTAIN = """\
 ## Uncertain
 
-- Latencies (hand-overs between tensor core and softmax, tensor memory, TMA) are assumed; the range in the predictions is
-  theirs alone.
-- Units are taken to overlap as far as dependencies allow. Warps of the two Q tiles, of the correction and of the MMA warp
-  share four schedulers, and what they lose to each other is in no number here.
+- Latencies (hand-overs between tensor core and softmax, tensor memory, TMA) are assumed; the range in the predictions
+  is theirs alone.
+- Units are taken to overlap as far as dependencies allow. Warps of the two Q tiles, of the correction and of the MMA
+  warp share four schedulers, and what they lose to each other is in no number here.
 - The clock. At a power limit it falls, most where the tensor cores are busiest: D 128 more than D 64.
-- Shared memory at D 128: if reads of operands and TMA's writes share one port as counted here, QK is slowed by every write
-  that falls into it, and a CTA pair (`cta_group::2`), which halves the reads of K and V, would gain.
+- Shared memory at D 128: if reads of operands and TMA's writes share one port as counted here, QK is slowed by every
+  write that falls into it, and a CTA pair (`cta_group::2`), which halves the reads of K and V, would gain.
 - L2 and memory: that neighbours in time share K and V in L2 is assumed, and the two dies' L2 taken for one.
 - How often O must shrink depends on the data; random inputs say little about a model's.
-- Masked loops of others that are not loops are counted as their body; their corrections and MMA warps are not counted.
+- Masked loops of others that are not loops are counted as their body; their corrections and MMA warps are not
+  counted.
 - sm_103a, whose MUFU is twice as fast, is another balance."""
 
 
@@ -476,8 +493,7 @@ def page(rows: Mapping[str, Row], head: Mapping[str, Mapping[str, str]]) -> str:
 
 def generate() -> str:
     """The page, from the committed table."""
-    head = json.loads(peers_blackwell.TABLE.read_text())
-    return page(peers_blackwell.load(), {key: head[key] for key in ("compiler", "packages", "left_out")})
+    return page(peers_blackwell.load(), peers_blackwell.head())
 
 
 def main(arguments: list[str] | None = None) -> int:

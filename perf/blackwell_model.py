@@ -69,12 +69,13 @@ RATES = {
     "tensor memory": Rate(
         512,
         "bytes between it and registers: one column of 4 bytes for each of 128 lanes",
-        "assumed, no vendor's figure; published microbenchmarks (arXiv:2512.02189) have more",
+        "assumed; no figure of the vendor's",
         "an LDTM.x32 that takes more than 32 cycles of a scheduler",
     ),
     "L2": Rate(64, "bytes", "assumed to be a Hopper multiprocessor's", "`lts__t_bytes` a cycle at its limit"),
 }
-HBM_BYTES_PER_SECOND = 8e12  # NVIDIA's data sheet of the DGX B200
+HBM_BYTES_PER_SECOND = 8e12  # NVIDIA's data sheet of the DGX B200, as the next
+DENSE_FLOPS_PER_SECOND = 2.25e15  # bfloat16
 L2_BYTES = 126 * 2**20  # as reported for a B200; only the order of work depends on it
 
 # Assumed, all in cycles. Nobody publishes the first two; the page says how far the results depend on them.
@@ -253,6 +254,7 @@ def peak(clock: float = CLOCK) -> float:
     return MULTIPROCESSORS * RATES["tensor"].value * clock
 
 
+@functools.cache
 def predict(kernel: Kernel, problem: Problem) -> Prediction:
     """CTAs take work tiles in the kernel's order, each the next one when it is through with its own."""
     domain = DOMAINS[problem.mask](Q_TILES * ROWS, KEYS)

@@ -8,8 +8,8 @@ which `python -m perf.blackwell` makes a table and a model. Each kernel is compi
     git clone https://github.com/NVIDIA/cutlass CUTLASS
     python -m perf.peers_blackwell --peers PEERS --cutlass CUTLASS --update
 
-`--update` alone compiles ours and keeps the rows of the others. Without it our kernels are compiled and compared with the
-file: status 1 if one spills, masks in its body, or has grown by more than 2%.
+`--update` alone compiles ours and keeps the rows of the others. Without it our kernels are compiled and compared with
+the file: status 1 if one spills, masks in its body, or has grown by more than 2%.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def cutlass_example(head_dim: int, mask: str, seqlen_k: int) -> None:
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
     helpers = importlib.import_module("helpers.fmha_helpers")
-    helpers.HardwareInfo = Chip
+    vars(helpers)["HardwareInfo"] = Chip
     masks = helpers.MaskEnum
     kind = masks.RESIDUAL_MASK if mask == "dense" and seqlen_k % TILE else masks.WINDOW_MASK
     example = importlib.import_module("fmha").BlackwellFusedMultiHeadAttentionForward
@@ -273,7 +273,8 @@ def flashinfer_cute_dsl(head_dim: int, mask: str, seqlen_k: int) -> None:
 
 
 def flashinfer_prims_ts(head_dim: int, mask: str, seqlen_k: int) -> None:
-    """`flashinfer.attention.prims_ts`: the persistent context kernel, compiled for one length."""
+    """`flashinfer.attention.prims_ts`: the persistent context kernel, compiled for one length, with the scheduler that
+    its plans pick for equal lengths at D 128."""
     import contextlib
 
     import torch
@@ -299,7 +300,7 @@ def flashinfer_prims_ts(head_dim: int, mask: str, seqlen_k: int) -> None:
         has_q_offset=False,
         causal_single_kv_tile=False,
         packed_dense_k_mask=False,
-        scheduler="static_persistent",
+        scheduler="clc_dynamic_persistent",
     )
     context._get_compiled_context(spec)
 
@@ -371,6 +372,12 @@ def load(path: Path = TABLE) -> dict[str, Row]:
     return {name: _row(found) for name, found in json.loads(path.read_text())["variants"].items()}
 
 
+def head(path: Path = TABLE) -> dict[str, dict[str, str]]:
+    """What the rows belong to: the compiler, the packages, and what was left out for which reason."""
+    found = json.loads(path.read_text())
+    return {key: found[key] for key in ("compiler", "packages", "left_out")}
+
+
 def _row(found: Mapping[str, Any]) -> Row:
     loops = {
         "body": Code(**found["body"]),
@@ -419,7 +426,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def update(peers: Path | None, cutlass: Path | None) -> None:
     rows = {name: measure(*variant) for name, variant in ours().items()}
     if peers is None or cutlass is None:
-        before = json.loads(TABLE.read_text())
+        before = head()
         rows |= {name: row for name, row in load().items() if name in kernels()}
         TABLE.write_text(dump(before["packages"], rows, before["left_out"]))
         return
