@@ -38,7 +38,7 @@ from perf.blackwell_model import (
     predict,
     tile_bytes,
 )
-from perf.peers_blackwell import PEERS, TILE, Code, Row
+from perf.peers_blackwell import MORE, PEERS, TILE, Code, Row
 from perf.readme import table
 from schedules.tiling import ELEMENT_BYTES
 
@@ -143,9 +143,11 @@ def code_table(rows: Mapping[str, Row]) -> str:
         cells += [kinds.get(kind, 0) for kind in ("barrier", "select")]
         masked = " ".join(str(code.instructions) for code in row.masked) or "none"
         spills = f"{row.local_loads} + {row.local_stores}" if row.spills else "0"
-        lines.append((head_dim[1:], ", ".join(what), who(name), *cells, masked, spills, row.softmax_registers))
+        scored = {"softcap", "alibi"} & set(what)
+        model = "" if scored else f"{Kernel.of(row, int(head_dim[1:])).period:.0f}"
+        lines.append((head_dim[1:], ", ".join(what), who(name), *cells, masked, spills, row.softmax_registers, model))
     head = ("D", "mask", "kernel", "loop", "EX2", "FMA pipe", "max", "convert", "barrier", "select")
-    return table((*head, "masked loops", "spills", "registers"), lines)
+    return table((*head, "masked loops", "spills", "registers", "model"), lines)
 
 
 def code_section(rows: Mapping[str, Row], head: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -156,9 +158,10 @@ def code_section(rows: Mapping[str, Row], head: Mapping[str, Mapping[str, str]])
         "for one warp of the softmax, whose threads have a row each, on the shortest way round the loop over "
         "unmasked tiles. *FMA pipe*: FFMA, FADD, FMUL, each on one number or two. *masked loops*: the same of tiles "
         "at an edge, where those have a loop of their own. *spills*: local loads and stores, anywhere in the "
-        f"kernel. *registers*: of a softmax thread, by setmaxnreg. `tail`: a K length of {peers_blackwell.RAGGED} "
-        f"instead of {peers_blackwell.ALIGNED}, where that makes another kernel. Others' kernels are as their "
-        "packages make them for a batch of equal lengths; nobody's was changed.",
+        f"kernel. *registers*: of a softmax thread, by setmaxnreg. *model*: cycles a KV tile of {Q_TILES * ROWS} "
+        "queries, by the model below, which does not know what is done to scores. `tail`: a K length of "
+        f"{peers_blackwell.RAGGED} instead of {peers_blackwell.ALIGNED}, where that makes another kernel. Others' "
+        "kernels are as their packages make them for a batch of equal lengths; nobody's was changed.",
         code_table(rows),
         code_words(rows),
     ]
@@ -169,14 +172,16 @@ def code_section(rows: Mapping[str, Row], head: Mapping[str, Mapping[str, str]])
 
 def code_words(rows: Mapping[str, Row]) -> str:
     ours, fa4 = rows["fmha-d128-dense"], rows["fa4-d128-dense"]
-    saved = 1 - ours.body.instructions / fa4.body.instructions
-    spilling = [name for name, row in rows.items() if row.spills]
+    fewer = 1 - ours.body.instructions / fa4.body.instructions
+    most = max(row.body.instructions for name, row in rows.items() if row.body.kinds["ex2"] > TILE)
+    spilling = [f"`{name}`" for name, row in rows.items() if row.spills]
     said = (
-        f"At D 128, dense, the loop has {ours.body.instructions} instructions and flash-attn-4's "
-        f"{fa4.body.instructions}, {100 * saved:.0f}% more than ours need not run. Where a kernel has fewer than "
-        "ours, it leaves all exponentials to MUFU: fewer instructions, and more cycles of the unit that they wait "
-        "for. "
-        "Spills: " + (", ".join(f"`{name}`" for name in spilling) if spilling else "none") + "."
+        f"At D 128, dense, our loop has {ours.body.instructions} instructions, {100 * fewer:.0f}% fewer than "
+        f"flash-attn-4's {fa4.body.instructions}, and {ours.body.kinds['ex2']} EX2 to its {fa4.body.kinds['ex2']}: it "
+        "computes more of them by polynomial. Those that leave all to MUFU need the fewest, "
+        f"{most} at most. By the model below it is EX2 that count, and not instructions, "
+        f"so that more by polynomial should pay ([below](#exponentials-by-polynomial)). "
+        f"With spills: {', '.join(spilling) or 'none'}."
     )
     if (tail := "prims_ts-d128-dense-tail") in rows and (even := "prims_ts-d128-dense") in rows:
         one, other = rows[even], rows[tail]
@@ -397,23 +402,27 @@ def polynomial_section(rows: Mapping[str, Row]) -> list[str]:
     lines = []
     for head_dim in HEAD_DIMS:
         name = f"fmha-d{head_dim}-dense"
-        row, (_, config) = rows[name], peers_blackwell.ours()[name]
+        config = peers_blackwell.ours()[name][1]
         for count in POLYNOMIALS:
-            code = polynomials(row, count, config.polynomials)
-            kernel = Kernel.of(replace(row, body=code), head_dim)
-            busiest = pipes(code)
-            most = max(busiest, key=lambda unit: busiest[unit])
+            compiled = name if count == config.polynomials else f"{name}-poly{count}"
+            row = rows.get(compiled) or replace(rows[name], body=polynomials(rows[name], count, config.polynomials))
+            how = "as it is" if compiled == name else "compiled" if compiled in rows else "estimated"
+            kernel, of = Kernel.of(row, head_dim), pipes(row.body)
             share = 2 * Q_TILES * mma(head_dim) / kernel.period
-            used = " (as it is)" if count == config.polynomials else ""
-            lines.append((head_dim, f"{count}{used}", most, f"{kernel.period:.0f}", f"{100 * share:.1f}%"))
+            most = max(of, key=lambda unit: of[unit])
+            said = row.body.instructions, most, f"{kernel.period:.0f}", f"{100 * share:.1f}%"
+            lines.append((head_dim, count, how, *said))
+    tried = [row for name, row in rows.items() if name.endswith(f"-poly{MORE}")]
     return [
         "## Exponentials by polynomial",
-        "Of 128. The same model, with the instructions of the loop scaled; what the compiler makes of it, and "
-        "whether it spills, is another question.",
-        table(("D", "by polynomial", "busiest pipe of the softmax", "cycles a KV tile", "of peak"), lines),
-        "FlashInfer's source says of its kernel on a B200 that the dense path at D 128 is bound by MUFU and takes a "
-        "quarter by polynomial, and that the causal one is bound by issue slots and takes none. The former agrees "
-        "with this table, the latter does not: a first run should try both.",
+        "Of 128, in the loop over unmasked tiles. *estimated*: instructions in proportion to those that 16 of them "
+        "add.",
+        table(("D", "by polynomial", "", "loop", "busiest pipe of the softmax", "cycles a KV tile", "of peak"), lines),
+        f"With {MORE} the kernels compile, with {sum(row.spills for row in tried)} spills. The model would have more "
+        "of them throughout, for it takes nothing from a warp whose neighbour uses another pipe. FlashInfer's "
+        "source says of its kernel on a B200 that the dense path at D 128 is bound by MUFU and takes a quarter by "
+        "polynomial, and that the causal one is bound by issue slots and takes none. So a first run should compare "
+        f"0, {peers_blackwell.ours()['fmha-d128-dense'][1].polynomials} and {MORE}, for each mask.",
     ]
 
 
@@ -457,7 +466,8 @@ UNCERTAIN = """\
   is theirs alone.
 - Units are taken to overlap as far as dependencies allow. Warps of the two Q tiles, of the correction and of the MMA
   warp share four schedulers, and what they lose to each other is in no number here.
-- The clock. At a power limit it falls, most where the tensor cores are busiest: D 128 more than D 64.
+- The clock. At a power limit it falls, most where the tensor cores are busiest: D 128 more than D 64. The authors of
+  flash-attn-4 call its 1600 TFLOP/s about what a matrix product reaches, a limit that is not in this model.
 - Shared memory at D 128: if reads of operands and TMA's writes share one port as counted here, QK is slowed by every
   write that falls into it, and a CTA pair (`cta_group::2`), which halves the reads of K and V, would gain.
 - L2 and memory: that neighbours in time share K and V in L2 is assumed, and the two dies' L2 taken for one.

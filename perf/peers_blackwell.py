@@ -41,6 +41,7 @@ ARCH = "sm_100a"
 MULTIPROCESSORS = 148  # of a B200: persistent kernels want their number when they are compiled
 HEADS = 16
 EXAMPLE = "examples/python/CuTeDSL"
+MORE = 32  # exponentials by polynomial, of 128: what a first run should compare with the table's
 TILE = 128  # keys that every one of these kernels has in a KV tile
 
 
@@ -141,11 +142,14 @@ def _roles(graph: sass.Graph, loops: Mapping[int, set[int]]) -> dict[str, Code]:
 
 
 def ours() -> dict[str, tuple[Problem, TmemConfig]]:
-    """Every config with every mask, and at the widest head dim what is done to scores, and ragged batches."""
+    """Every config with every mask, with more exponentials by polynomial, and at the widest head dim with what is done
+    to scores, and for ragged batches."""
     found = {}
     for config in SM100:
         for mask in ("dense", "causal", "window"):
             found[f"fmha-d{config.head_dim}-{mask}"] = Problem("bfloat16", config.head_dim, mask), config
+        problem = Problem("bfloat16", config.head_dim, "dense")
+        found[f"fmha-d{config.head_dim}-dense-poly{MORE}"] = problem, replace(config, polynomials=MORE)
     plain, widest = found["fmha-d128-causal"]
     found["fmha-d128-causal-ragged"] = replace(plain, ragged=True), widest
     for score in ("softcap", "alibi"):
