@@ -36,9 +36,8 @@ from fmha.jit.library import pick
 from fmha.paging import CHUNK, Pages, pages_of
 from fmha.prefill import Prefill
 from fmha.problem import PagedProblem, Unsupported
-from schedules.splits import EXTRA, UNLIMITED, counters_needed, parts_needed, sides
+from schedules.splits import EXTRA, MAX_UNITS, UNLIMITED, counters_needed, parts_needed, sides
 
-MAX_UNITS = 2**31 - 2**20  # `schedules.splits`, over all Q tiles: the kernels count in 32 bits
 MAX_SPLITS = 256
 MAX_TOKENS = 2**28  # of a batch entry of q, and keys of a sequence
 

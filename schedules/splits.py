@@ -25,6 +25,7 @@ from schedules import program
 from schedules.domain import Ascending, Bounds, Visits
 
 UNLIMITED = 1 << 29  # of a window's sides, and of lengths: three of them are added up in 32 bits
+MAX_UNITS = 2**31 - 2**20  # over all Q tiles and heads: they are counted in 32 bits
 EXTRA = 2  # units that a Q tile has besides its KV tiles, for the time that its begin and end take
 WORTH = 8  # units: what a CTA may have more than an even share, so that no Q tile is cut for others
 

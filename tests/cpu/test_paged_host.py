@@ -17,7 +17,7 @@ import fmha
 from fmha import paged, reference
 from fmha.jit import arguments, launch, library, workspace
 from fmha.problem import PagedProblem, Unsupported
-from schedules.splits import UNLIMITED, counters_needed, parts_needed
+from schedules.splits import MAX_UNITS, UNLIMITED, counters_needed, parts_needed
 from schedules.tiling import ROWS_PER_WARPGROUP, TiledConfig
 from tests.cpu.stand_in import MULTIPROCESSORS, STREAM, pass_for_gpu, strided, vector
 from tests.paged import PagedCase, Tensors, call, compare, tensors
@@ -573,7 +573,7 @@ def test_more_than_the_kernels_count_is_refused(kernel: Kernel) -> None:
 def test_what_a_q_tile_counts_besides_its_keys_is_counted(kernel: Kernel) -> None:
     q = Q.new_zeros(16).expand(1, paged.MAX_TOKENS // 4, 4, 16)
     q_tiles = paged.MAX_TOKENS // 64
-    tiles = paged.MAX_UNITS // q_tiles  # these alone would be few enough
+    tiles = MAX_UNITS // q_tiles  # these alone would be few enough
     table = TABLE[:1, :1].expand(1, tiles * 128 // K.shape[1]).contiguous()
     with pytest.raises(Unsupported, match="too many tiles of keys for one call"):
         fmha.attention_paged(q, K, V, table, LENS[:1])

@@ -52,6 +52,22 @@ def attend(case: PagedCase, given: Tensors, **options: Any) -> tuple[torch.Tenso
     )  # fmt: skip
 
 
+def test_sequences_that_overlap_too_often_are_no_work() -> None:
+    """Every second one spans all rows, and has a long table: their tiles together are more than 32 bits count."""
+    rows, heads, keys = 120, 32, 1 << 18
+    count = 2 * 2**31 // (rows * heads // 128 * keys // 128)
+    q = torch.zeros((rows, heads, 128), dtype=torch.bfloat16, device="cuda")
+    pages = torch.zeros((1, 256, 1, 128), dtype=torch.bfloat16, device="cuda")
+    table = torch.zeros((1, keys // 256), dtype=torch.int32, device="cuda").expand(count, -1)
+    lens = torch.full((count,), keys, dtype=torch.int32, device="cuda")
+    cu = torch.zeros(count + 1, dtype=torch.int32, device="cuda")
+    cu[1::2] = rows
+    fmha.attention_paged(q, pages, pages, table, lens, cu_seqlens_q=cu)
+    torch.cuda.synchronize()
+    given = tensors(DECODE, "cuda")
+    assert attend(DECODE, given)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_any_number_of_splits_gives_the_same_within_rounding(name: str) -> None:
     case, given = ALL[name], tensors(ALL[name], "cuda")

@@ -19,7 +19,7 @@ from fmha.kernels.sm90.barriers import QueryRing, TmaRing
 from fmha.kernels.sm90.listing import read
 from schedules.decode import PagedRing
 from schedules.forward import Slot
-from schedules.splits import Line, Rows, Split, Splitter
+from schedules.splits import MAX_UNITS, Line, Rows, Split, Splitter
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP, BlockConfig
 
 CHUNK = 8  # elements of 16 bytes
@@ -377,17 +377,20 @@ class WarpSplitter(Splitter):
 
     @cute.jit
     def line(self) -> Line:
-        units, q_tiles, widest = Int32(0), Int32(0), Int32(0)
+        """Nothing to do where sequences overlap so often that 32 bits do not count their units, or that their parts
+        have no room."""
+        counted, q_tiles, widest = Int64(0), Int32(0), Int32(0)
         for batch in cutlass.range(cute.arch.lane_idx(), self.sequences, 32, unroll=1):
             found = self.measure(batch)
-            units, q_tiles = units + found.units, q_tiles + found.q_tiles
+            counted, q_tiles = counted + Int64(found.units), q_tiles + found.q_tiles
             widest = cutlass.max(widest, found.widest)
-        units = cute.arch.warp_redux_sync(units, "add")
+        low = cute.arch.warp_redux_sync(Int32(counted & 0xFFFF), "add")
+        high = cute.arch.warp_redux_sync(Int32(counted >> 16), "add")
         q_tiles = cute.arch.warp_redux_sync(q_tiles, "add")
         widest = cute.arch.warp_redux_sync(widest, "max")
-        # Sequences overlap, and their parts have no room: no work.
-        if self.splits > 0 and Int64(units) * self.heads > Int64(self.parts):
-            units = Int32(0)
+        counted = (Int64(high) << 16) + Int64(low)
+        most = Int64(self.parts) if self.splits > 0 else Int64(MAX_UNITS)
+        units = Int32(counted) if counted * self.heads <= most else Int32(0)
         return Line(units, q_tiles, widest)
 
     @cute.jit
