@@ -321,6 +321,9 @@ def prediction_section(rows: Mapping[str, Row]) -> list[str]:
         f"that ends last. *range*: with hand-overs of {HOPS[-1]} to {HOPS[0]} cycles. TFLOP/s at {CLOCK / 1e9:g} GHz.",
         table(("D", "mask", "S", "B", "H", "waves", "cycles", "balance", "of peak", "range", "TFLOP/s"), lines),
         border_words(rows),
+        "To confirm or to refute: `sm__cycles_elapsed.max` of ncu, beside *cycles*; each unit's counter "
+        "(`perf.roofline` names them) over the KV tiles visited, beside the table of busy cycles; a timeline, "
+        "beside the chain.",
     ]
 
 
@@ -444,6 +447,7 @@ def decode_section() -> list[str]:
             )
         )
     flight = per_cycle * LOAD
+    slack = min(2 * tile_bytes(head_dim) / per_cycle / (2 * mma(head_dim)) for head_dim in HEAD_DIMS)
     head = ("D", "bytes of K and V", "HBM", "QK and PV, 128 rows", "EX2, 1 query head", "EX2, 16", "L2")
     return [
         "## Paged decode",
@@ -451,11 +455,11 @@ def decode_section() -> list[str]:
         f"with {HBM_BYTES_PER_SECOND / 1e12:g} TB/s (NVIDIA's data sheet) shared by {MULTIPROCESSORS}: "
         f"{per_cycle:.1f} bytes a cycle each.",
         table(head, lines),
-        "Memory bounds it by a factor of two and more, whatever the tensor core does with rows that are padding. To "
-        f"keep the memory busy over a latency of {LOAD} cycles a multiprocessor needs {flight / 1024:.0f} KB in "
-        "flight, and several times that under load; 128 KB were best on an H200, whose multiprocessors have about "
-        "as many bytes a cycle. Refuted by: a plain streaming read that stays well below 8 TB/s, which is then the "
-        "bound to compare with.",
+        f"Memory bounds it, by a factor of {slack:.1f} over the tensor core, whose other rows are padding. To keep "
+        f"the memory busy over a latency of {LOAD} cycles a multiprocessor needs {flight / 1024:.0f} KB in flight, "
+        "and several times that under load. 128 KB were best on an H200 (NOTES.md), whose multiprocessors get less "
+        "each; a B200 may want more. Refuted by: a plain streaming read that stays well below the data sheet, which "
+        "is then the bound.",
     ]
 
 

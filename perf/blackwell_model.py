@@ -59,7 +59,12 @@ RATES = {
         f"{GUIDE}; that FMNMX3 and F2FP count as one of them each is assumed",
         "F2FP or FMNMX3 on the XU pipe, or at other than one warp every 2 cycles of a scheduler",
     ),
-    "issue": Rate(4, "warp instructions", "four schedulers, one instruction each", "`smsp__issue_active` above 1"),
+    "issue": Rate(
+        4,
+        "warp instructions",
+        "four schedulers, one instruction each",
+        "more instructions than counted here: retries of waits, and what the shortest way round a loop leaves out",
+    ),
     "shared memory": Rate(
         128,
         "bytes: operands of MMAs, and what TMA writes",
@@ -175,7 +180,8 @@ class Kernel:
     @classmethod
     def of(cls, row: Row, head_dim: int, hop: float = HOP) -> Kernel:
         masked = stages(row.masked[0]) if row.masked else stages(row.body)
-        finish = ROWS * head_dim * (SCORE_BYTES / 512 + ELEMENT_BYTES / 128)  # from tensor into shared memory
+        tensor_memory, shared_memory = RATES["tensor memory"].value, RATES["shared memory"].value
+        finish = ROWS * head_dim * (SCORE_BYTES / tensor_memory + ELEMENT_BYTES / shared_memory)
         return cls(mma(head_dim), stages(row.body), masked, max(busy(row, head_dim).values()), finish, hop)
 
     @property
