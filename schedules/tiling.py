@@ -118,7 +118,6 @@ class Tiles:
         """Of tensor memory, in use."""
         return 0
 
-<<<<<<< HEAD
     @property
     def exact(self) -> bool:
         """Row sums are added up in float32, as LSEs need them."""
@@ -134,18 +133,6 @@ class Tiles:
 
     def takes(self, piece: int) -> bool:
         """Whether a forward kernel reads K and V from pages in pieces of so many keys, or if 0 not from pages."""
-=======
-    def serves(self, lse: bool) -> bool:
-        """Calls that want LSEs, or others."""
-        return True
-
-    def holds(self, score: str) -> bool:
-        """Registers are enough for what is done to scores."""
-        return True
-
-    def takes(self, piece: int) -> bool:
-        """K and V may come in such pieces of pages; 0 where they do not."""
->>>>>>> main
         return piece == 0
 
 
@@ -343,14 +330,6 @@ class TmemConfig(Tiles):
         return self.tile_n
 
     @property
-<<<<<<< HEAD
-=======
-    def exact(self) -> bool:
-        """Row sums are added up in float32: calls that want LSEs, and others, share a kernel."""
-        return True
-
-    @property
->>>>>>> main
     def q_slots(self) -> int:
         """Over both Q tiles."""
         return 2 * self.q_stages
@@ -420,26 +399,13 @@ class TmemPagedConfig(Tiles):
 
     @property
     def registers(self) -> tuple[int, ...]:
-<<<<<<< HEAD
         """setmaxnreg of each role."""
         return self.fetch_registers, self.decode_registers, self.other_registers
-=======
-        """setmaxnreg of each role, ascending."""
-        return tuple(sorted((self.fetch_registers, self.decode_registers, self.other_registers)))
->>>>>>> main
 
     @property
     def scores_per_thread(self) -> int:
         """Of a KV tile: a row."""
         return self.tile_n
-<<<<<<< HEAD
-=======
-
-    @property
-    def exact(self) -> bool:
-        """Row sums are added up in float32."""
-        return True
->>>>>>> main
 
     @property
     def threads(self) -> int:
@@ -655,17 +621,10 @@ PAGED_SM90 = tuple(
 
 _PAGED_SM100_REASON = (
     "Blackwell reads 1.67 times as fast as Hopper, which has 128 KB in flight: about 160 KB, which is what fits beside "
-    "the rows of Q at most head dims"
+    "the rows of Q at most head dims; reckoned, never measured"
 )
 PAGED_SM100 = tuple(
-<<<<<<< HEAD
     Choice(TmemPagedConfig(head_dim, tile_n, stages, q_stages, 200, 208, 96, head_dim_v), _PAGED_SM100_REASON)
-=======
-    Choice(
-        TmemPagedConfig(head_dim, tile_n, stages, q_stages, 200, 208, 96, head_dim_v),
-        "about 160 KB of K and V in flight: reckoned from what is best on Hopper, never measured",
-    )
->>>>>>> main
     for head_dim, head_dim_v, tile_n, stages, q_stages in (
         (64, 0, 128, 5, 2),
         (128, 64, 64, 6, 2),
