@@ -145,7 +145,6 @@ def simulate_case(case: Case, config: TiledConfig, seed: int) -> tuple[int, floa
     assert isinstance(config, BlockConfig | TmemConfig), f"{config} is not of a forward kernel"
     q, k, v = case.tensors("cpu")
     arrays = (tensor.double().numpy() for tensor in (q, k, v))
-    assert isinstance(config, BlockConfig | TmemConfig)
     cta = simulate_tmem.TmemCta if isinstance(config, TmemConfig) else simulate.Cta
     found = simulate.forward(*arrays, causal=case.causal, config=config, seed=seed, cta=cta)
     out = torch_attention(q.double(), k.double(), v.double(), case.causal)

@@ -145,7 +145,7 @@ def ours() -> dict[str, tuple[Problem, TmemConfig]]:
     """Every config with every mask, with more exponentials by polynomial, and at the widest head dim with what is done
     to scores, and for ragged batches."""
     found = {}
-    for config in SM100:
+    for config in (row.config for row in SM100 if isinstance(row.config, TmemConfig)):
         for mask in ("dense", "causal", "window"):
             found[f"fmha-d{config.head_dim}-{mask}"] = Problem("bfloat16", config.head_dim, mask), config
         problem = Problem("bfloat16", config.head_dim, "dense")
