@@ -38,7 +38,7 @@ from schedules.tiling import AnyConfig, Extent, TiledConfig
 from schedules.work import head_group, keys_in_l2
 
 MAX_RAGGED = 2**30  # rows of an entry, where sequences have lengths of their own
-MAX_SEQUENCES = 2**19 - 2  # of those: what counts them has 19 bits (`fmha.kernels.sm90.listing`)
+MAX_SEQUENCES = 2**19 - 2  # of those: what counts them has 19 bits (`fmha.kernels.common.listing`)
 NO_WINDOW = (None, None)
 NO_HINTS = (0, 0)  # of how long the sequences of a packed batch are
 

@@ -52,7 +52,7 @@ WRITE_SIZES = (
     *("ctas", "chunk groups", "abreast", "width", "several"),
 )
 
-# The list of a ragged batch (`fmha.kernels.sm90.listing`), in int32.
+# The list of a ragged batch (`fmha.kernels.common.listing`), in int32.
 COUNTER, TOTAL, LISTED, FIRST = 0, 1, 2, 4
 RECORD = 8
 

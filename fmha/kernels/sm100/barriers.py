@@ -8,7 +8,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fmha.kernels.sm90.barriers import QueryRing, TileRing, TmaRing
+from fmha.kernels.common.rings import QueryRing, TileRing, TmaRing
 from fmha.kernels.sm100 import tcgen05
 from schedules.forward import Ring, Slot, WorkRing
 from schedules.forward_tmem import Signal

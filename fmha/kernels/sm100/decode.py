@@ -1,6 +1,6 @@
 """Paged attention of a few queries on Blackwell: the roles of `schedules.decode_tmem` on cp.async and tcgen05.
 
-Its arguments are those of `fmha.kernels.sm90.decode`. It has been compiled, simulated and inspected, and never run:
+Its arguments are those of `DecodeLaunch`. It has been compiled, simulated and inspected, and never run:
 there was no such chip.
 
     warps   0-3  fetch
@@ -19,11 +19,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from fmha.kernels.sm90 import decode as sm90
-from fmha.kernels.sm90 import softmax as common
-from fmha.kernels.sm90.decode import Leaving, Outputs, PagedFetch, Parts
-from fmha.kernels.sm90.forward import Logits
-from fmha.kernels.sm90.paged import VALUE_SWIZZLE, ColumnRing, Pages, Place, RowRing, SplitRing, WarpSplitter
+from fmha.kernels.common import numbers
+from fmha.kernels.common.decode import DecodeLaunch, Leaving, Outputs, PagedFetch, Parts
+from fmha.kernels.common.forward import Logits
+from fmha.kernels.common.paged import VALUE_SWIZZLE, ColumnRing, Pages, Place, RowRing, SplitRing, WarpSplitter
 from fmha.kernels.sm100 import softmax, tcgen05
 from fmha.kernels.sm100.barriers import WARPS, Barrier, InTmem, ReleasedByMmas, commit
 from schedules.decode_tmem import Decode, Multiply
@@ -146,7 +145,7 @@ class Tcgen05Decode(InTmem, Leaving, softmax.RowSoftmax, Decode):
         self.load_row(self.place_of(s))
 
     def change_scores(self, split: Split, tile: int, section: Section) -> None:
-        common.cap(self.s, self.logits.cap_factor)
+        numbers.cap(self.s, self.logits.cap_factor)
 
     def mask(self, split: Split, tile: int, section: Section) -> None:
         query, bounds = self.packed(split)[0], self.splitter.bounds(split)
@@ -176,7 +175,7 @@ class Tcgen05Decode(InTmem, Leaving, softmax.RowSoftmax, Decode):
         factor, lse = self.outputs.finish(split, query, total, self.reference[0], self.sink[0], self.splitter)
         for column, values in self.o():
             words = [
-                common.pack_16bit(values[i] * factor, values[i + 1] * factor, self.kernel.dtype)
+                numbers.pack_16bit(values[i] * factor, values[i + 1] * factor, self.kernel.dtype)
                 for i in range(0, len(values), 2)
             ]
             self.write_columns(split, query, head, column, words)
@@ -211,17 +210,11 @@ class Tcgen05Decode(InTmem, Leaving, softmax.RowSoftmax, Decode):
             self.parts.store_sum(place.own, self.thread, total, self.reference[0])
 
 
-class DecodeKernel(sm90.DecodeKernel):
+class DecodeKernel(DecodeLaunch):
     """Compiles to one cubin for (dtype, score, layout, block config)."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], score: str, layout: str, config: TmemPagedConfig) -> None:
-        super().__init__(dtype, score, layout, config)
-
-    def mmas(self) -> tuple:
-        return ()
-
     @cute.kernel
-    def kernel(self, places, mmas, numbers, table, lengths, logits, lse: Int64, parts):
+    def kernel(self, places, mmas, sizes, table, lengths, logits, lse: Int64, parts):
         config = self.config
         q, k, v, o = (Place(*place) for place in places)
         allocator = SmemAllocator()
@@ -231,7 +224,7 @@ class DecodeKernel(sm90.DecodeKernel):
         arrived = allocator.allocate_tensor(Int32, cute.make_layout(1), 16)
         sq, sk, sv = (allocator.allocate(count * size, 1024) for count, size in config.tiles)
 
-        splitter = WarpSplitter(self.domain, config.tile_m, numbers, *lengths)
+        splitter = WarpSplitter(self.domain, config.tile_m, sizes, *lengths)
         heads = splitter.heads * splitter.group
         pages = Pages(config.tile_n, *table, self.by_columns)
         k_at = barriers + 2 * config.q_stages

@@ -1,6 +1,6 @@
 """The forward kernel of Blackwell: the roles of `schedules.forward_tmem` lowered onto TMA, tcgen05 and mbarriers.
 
-Its arguments are those of `fmha.kernels.sm90.forward`. It has been compiled, simulated and inspected, and never run:
+Its arguments are those of `ForwardLaunch`. It has been compiled, simulated and inspected, and never run:
 there was no such chip.
 
     warps   0-3, 4-7  the softmax of a Q tile each
@@ -16,19 +16,16 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as helpers
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from fmha.kernels.sm90 import forward as sm90
-from fmha.kernels.sm90 import softmax as common
-from fmha.kernels.sm90.barriers import Copy, RaggedCopy
-from fmha.kernels.sm90.forward import EXTENTS, LN2, Grid, Logits, TmaLoad, Whole, uniform
-from fmha.kernels.sm90.listing import THREADS, RaggedGrid
-from fmha.kernels.sm90.paged import swizzled
-from fmha.kernels.sm90.wgmma import opaque
+from fmha.kernels.common import numbers
+from fmha.kernels.common.forward import EXTENTS, LN2, ForwardLaunch, Grid, Logits, TmaLoad, Whole, uniform
+from fmha.kernels.common.listing import RaggedGrid
+from fmha.kernels.common.numbers import opaque
+from fmha.kernels.common.paged import swizzled
+from fmha.kernels.common.rings import Copy, RaggedCopy
 from fmha.kernels.sm100 import softmax, tcgen05
 from fmha.kernels.sm100.barriers import (
     WARPS,
@@ -40,12 +37,11 @@ from fmha.kernels.sm100.barriers import (
     ReleasedByMmas,
     TileRingOfMmas,
 )
-from schedules.domain import DOMAINS, Bounds, Section, Visits
+from schedules.domain import Bounds, Section, Visits
 from schedules.forward import Slot
 from schedules.forward_tmem import PAIR, Correct, Multiply, Softmax, Store, TmemRole
-from schedules.scores import SCORES
 from schedules.tiling import ELEMENT_BYTES, WARPGROUP, TmemConfig, swizzle_bytes
-from schedules.work import RaggedWork, Work
+from schedules.work import Work
 
 CORRECT, MULTIPLY, LOAD, STORE = 8, 12, 13, 14  # warps: the first of each role
 
@@ -137,7 +133,7 @@ class Tcgen05Softmax(softmax.RowSoftmax, Softmax, Tcgen05Role):
 
     def change_scores(self, work: Work, tile: int, section: Section) -> None:
         if self.score.softcap:
-            common.cap(self.s, self.shared.logits.cap_factor)
+            numbers.cap(self.s, self.shared.logits.cap_factor)
         if self.score.alibi:
             bounds = self.grid.bounds(work)
             own = self.row(work, self.index) + bounds.seqlen_k - bounds.seqlen_q
@@ -190,7 +186,7 @@ class Tcgen05Correct(Correct, Tcgen05Role):
             found = tcgen05.arrived(tcgen05.load(self.at[i] + column, softmax.FEW))
             words = []
             for j in range(0, softmax.FEW, 2):
-                words.append(common.pack_16bit(found[j] * factor, found[j + 1] * factor, self.kernel.dtype))
+                words.append(numbers.pack_16bit(found[j] * factor, found[j + 1] * factor, self.kernel.dtype))
             for j in range(0, len(words), 4):
                 at = swizzled(row, Int32(column // 8 + j // 4), self.config.q_rows, width)
                 tcgen05.write_shared(start + at, words[j : j + 4])
@@ -201,14 +197,14 @@ class Tcgen05Correct(Correct, Tcgen05Role):
         row, bounds, sink = self.row(work, i), self.grid.bounds(work), self.shared.logits.sink(work)
         blind = self.domain.hi(row, bounds) <= cutlass.max(self.domain.lo(row, bounds), 0)
         past = row >= bounds.seqlen_q
-        blind = common.either(blind, past)
+        blind = numbers.either(blind, past)
         largest = cute.arch.fmax(reference, sink)
         shrink = cute.math.exp2(reference - largest, fastmath=True)
         total = total * shrink + cute.math.exp2(sink - largest, fastmath=True)
         lse = (largest + cute.math.log2(total, fastmath=True)) * LN2
-        beyond = common.select(past, Float32(-Float32.inf), sink)
-        self.lse.write(work, row, common.select(blind, beyond * LN2, lse))
-        return common.select(blind, Float32(0.0), cute.arch.rcp_approx(total) * shrink)
+        beyond = numbers.select(past, Float32(-Float32.inf), sink)
+        self.lse.write(work, row, numbers.select(blind, beyond * LN2, lse))
+        return numbers.select(blind, Float32(0.0), cute.arch.rcp_approx(total) * shrink)
 
     def publish_o(self) -> None:
         cute.arch.fence_view_async_shared()
@@ -249,84 +245,12 @@ class Lse:
         cute.make_tensor(lse + (line * self.rows + row), cute.make_layout(1))[0] = value
 
 
-class ForwardKernel(sm90.ForwardKernel):
+class ForwardKernel(ForwardLaunch):
     """Compiles to one cubin for (dtype, mask, score, ragged or not, block config)."""
 
     def __init__(self, dtype, mask: str, score: str, ragged: bool, config: TmemConfig, paged: int = 0) -> None:
-        self.dtype, self.ragged, self.config, self.paged = dtype, ragged, config, paged
-        self.score = SCORES[score]
-        self.domain = DOMAINS[mask](config.tile_m, config.tile_n, nearest_first=self.score.alibi)
-        self.work = RaggedWork if ragged else Work
-
-    @cute.jit
-    def __call__(
-        self,
-        sizes: Int64,
-        q: Int64,
-        k: Int64,
-        v: Int64,
-        o: Int64,
-        lse: Int64,
-        sinks: Int64,
-        slopes: Int64,
-        scale_log2: Float32,
-        cap_factor: Float32,
-        counter: Int64,
-        base: Int32,
-        stream,
-        cu_seqlens_q: Int64,
-        cu_seqlens_k: Int64,
-        seqused_q: Int64,
-        seqused_k: Int64,
-    ):
-        config = self.config
-        rows, keys, dims, value_dims = config.q_rows, config.tile_n, config.head_dim, config.value_dim
-        (q, k, v, o), units, whole, numbers = self._arguments(sizes, (q, k, v, o))
-        head_group, multiprocessors, left, right, slopes_batch, sequences, packed = numbers[:7]
-        v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, *range(2, cute.rank(v))]))
-        by_rows, by_columns = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        layouts = (  # of one slot of Q, K, V and O
-            helpers.make_smem_layout_a(by_rows, (rows, keys, dims), self.dtype, 1),
-            helpers.make_smem_layout_b(by_rows, (rows, keys, dims), self.dtype, 1),
-            helpers.make_smem_layout_b(by_columns, (rows, value_dims, keys), self.dtype, 1),
-            helpers.make_smem_layout_a(by_rows, (rows, keys, value_dims), self.dtype, 1),
-        )
-        load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tiles = (rows, dims), (keys, dims), (value_dims, keys), (rows, value_dims)
-        shared = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
-        copies = [
-            cpasync.make_tiled_tma_atom(way, tensor, layout, tile)
-            for way, tensor, layout, tile in zip((load, load, load, save), (q, k, v, o), shared, tiles, strict=True)
-        ]
-        atoms, tensors = zip(*copies, strict=True)
-
-        q_tiles = cute.ceil_div(whole.seqlen_q, config.tile_m) * whole.batch
-        if const_expr(self.ragged):
-            q_tiles = q_tiles + packed * (sequences + 2)  # at most
-            self.list_sequences(
-                (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
-                (sequences, whole.seqlen_q, whole.seqlen_k, head_group, q_tiles, Int32(0)),
-                counter,
-                packed,
-            ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
-        self.kernel(
-            atoms,
-            tensors,
-            layouts,
-            units,
-            whole if const_expr(self.ragged) else (),
-            lse,
-            (scale_log2, cap_factor, sinks, slopes, whole.heads, slopes_batch),
-            sequences if const_expr(self.ragged) else head_group,
-            (left, right),
-            counter,
-            base,
-        ).launch(
-            grid=(cutlass.min(q_tiles * whole.heads, multiprocessors), 1, 1),
-            block=(config.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        super().__init__(dtype, mask, score, ragged, config, paged)
+        self.q_rows = config.q_rows
 
     @cute.kernel
     def kernel(
@@ -336,6 +260,8 @@ class ForwardKernel(sm90.ForwardKernel):
         layouts,
         units,
         whole,
+        table,
+        mmas,
         lse: Int64,
         logits,
         group_or_sequences: Int32,

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fmha.kernels.sm90 import softmax as common
+from fmha.kernels.common import numbers
 from fmha.kernels.sm100 import tcgen05
 from schedules.forward import FLOOR
 
@@ -48,7 +48,7 @@ def powers_of_2(pair: tcgen05.Pair) -> tcgen05.Pair:
     for coefficient in POLYNOMIAL[-2::-1]:
         found = tcgen05.multiply_add(found, fraction, both(coefficient))
     low, high = (
-        common.as_float(common.as_bits(value) + (common.as_bits(steps) << 23))
+        numbers.as_float(numbers.as_bits(value) + (numbers.as_bits(steps) << 23))
         for value, steps in zip(found, rounded, strict=True)
     )
     return low, high
@@ -81,7 +81,7 @@ class RowSoftmax:
         most = largest([self.s[i] for i in range(self.columns)]) * self.scale_log2
         before = self.reference[0]
         moves = most > before + self.rescale_above
-        self.reference[0] = common.select(moves, most, before)
+        self.reference[0] = numbers.select(moves, most, before)
         self.factor[0] = power_of_2(before - self.reference[0])
 
     def store_weights(self, at: Int32, polynomials: int) -> None:
@@ -94,7 +94,7 @@ class RowSoftmax:
             for i in range(start, start + step, 2):
                 pair = self.exponentials(i, by_polynomial(i, polynomials))
                 total = tcgen05.add(total, pair)
-                words.append(common.pack_16bit(*pair, self.dtype))
+                words.append(numbers.pack_16bit(*pair, self.dtype))
             tcgen05.store(at + start // 2, words)
         self.row_sum[0], self.row_sum[1] = total
 
@@ -127,13 +127,13 @@ def _negative(pair: tcgen05.Pair) -> tcgen05.Pair:
 def mask_right(scores: cute.Tensor, limit: Int32) -> None:
     """Scores at or past the limit (in columns of this tile) become minus infinity."""
     for column in range(cute.size(scores)):
-        scores[column] = common.select(limit <= column, Float32(-Float32.inf), scores[column])
+        scores[column] = numbers.select(limit <= column, Float32(-Float32.inf), scores[column])
 
 
 def mask_left(scores: cute.Tensor, limit: Int32) -> None:
     """Scores before the limit become minus infinity."""
     for column in range(cute.size(scores)):
-        scores[column] = common.select(limit > column, Float32(-Float32.inf), scores[column])
+        scores[column] = numbers.select(limit > column, Float32(-Float32.inf), scores[column])
 
 
 def penalise(scores: cute.Tensor, slope: Float32, distance: Int32) -> None:

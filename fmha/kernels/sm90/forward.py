@@ -1,29 +1,8 @@
-"""The forward kernel for Hopper: the roles of `schedules.forward` lowered onto TMA, wgmma and mbarriers.
-
-    sizes                    the address on the host of `fmha.jit.arguments.SIZES`, an int64 each
-    q, o    [B, Sq, Hq, D]   16-bit, by address; any strides whose last is 1 and whose others are multiples of 16 bytes
-    k, v    [B, Sk, Hkv, D]  likewise
-    lse                      the address of a contiguous [B, Hq, Sq] of float32, natural logarithm; 0 for none. Kernels
-                             with columns of ones write none: their row sums are of rounded weights
-    sinks                    the address of a contiguous [Hq] of float32: logits beside each row's scores; 0 for none
-    slopes                   the address of a contiguous [B, Hq] of float32, or of [Hq] where "slopes batch" is 0, for
-                             kernels with ALiBi
-    scale_log2               what makes a score of q k^T, or of the cap's tanh, one of base 2
-    cap_factor               what q k^T is multiplied by before that tanh, for kernels with a softcap
-    counter                  the address of an int32 that is `base` when the kernel starts and grows by the work tiles;
-                             in a ragged batch, of room for the list of its sequences
-    lengths                  in a ragged batch, the addresses of cu_seqlens_q and _k and of seqused_q and _k, contiguous
-                             int32, or 0
-
-The CTAs, one a multiprocessor, compute work tiles of `tile_m` queries of one head until a counter says that there are
-no more. Batch, lengths, head counts, strides, scale and the width of the last tile are run-time values; a head dim
-below that of the tile is filled up with zeros by TMA and clipped when O is stored.
+"""The forward kernel for Hopper: the roles of `schedules.forward` lowered onto TMA, wgmma and mbarriers. Its arguments
+are those of `ForwardLaunch`.
 """
 
 from __future__ import annotations
-
-import math
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -31,15 +10,15 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from fmha.jit.arguments import NUMBERS, SHAPES, SIZES, STRIDE_ELEMENTS
+from fmha.kernels.common import numbers
+from fmha.kernels.common.forward import EXTENTS, LN2, ForwardLaunch, Grid, Logits, TmaLoad, Whole, uniform
+from fmha.kernels.common.listing import RaggedGrid
+from fmha.kernels.common.rings import Copy, PagedCopy, QueryRing, RaggedCopy, Table, TileRing
 from fmha.kernels.sm90 import softmax, wgmma
-from fmha.kernels.sm90.barriers import Copy, PagedCopy, PingPong, QueryRing, RaggedCopy, Table, TileRing, ValueRing
-from fmha.kernels.sm90.listing import THREADS, Lengths, List, RaggedGrid
-from schedules.domain import DOMAINS, Bounds, Section, Visits
-from schedules.forward import FLOOR, LARGE_PART, Attend, JointLoad, Load, Slot
-from schedules.scores import SCORES
+from fmha.kernels.sm90.barriers import PingPong, ValueRing
+from schedules.domain import Bounds, Section, Visits
+from schedules.forward import FLOOR, LARGE_PART, Attend, JointLoad, Slot
 from schedules.tiling import (
     ELEMENT_BYTES,
     ROWS_PER_WARPGROUP,
@@ -48,47 +27,9 @@ from schedules.tiling import (
     BlockConfig,
     producer_warps,
 )
-from schedules.work import RaggedWork, Work, work_of
+from schedules.work import RaggedWork, Work
 
-LN2 = math.log(2.0)
-LOG2_E = math.log2(math.e)
 WARPS_PER_WARPGROUP = WARPGROUP // 32
-
-# Of Q, K, V and O: how many rows a ragged work tile has, and where they end.
-EXTENTS = (
-    lambda work: (work.seqlen_q, work.start_q + work.seqlen_q),
-    *[lambda work: (work.seqlen_k, work.start_k + work.seqlen_k)] * 2,
-    lambda work: (work.rows, work.start_q + work.rows),
-)
-
-
-class TmaLoad(Load):
-    """The producer warp."""
-
-    def __init__(self, rings, lends, domain, grid) -> None:
-        self.q, self.k, self.v = rings  # q: a ring for each warpgroup
-        self.lends = lends
-        self.domain, self.grid = domain, grid
-        self.lane = cute.arch.lane_idx()
-
-    def first_work(self) -> Work | RaggedWork:
-        return self.grid.first()
-
-    @cute.jit
-    def ask(self):
-        asked = Int32(0)
-        if self.lane == 0:
-            asked = self.grid.count()
-        return asked
-
-    def next_work(self, asked: Int32) -> Work | RaggedWork:
-        return self.grid.work_taken(cute.arch.shuffle_sync(asked, 0))
-
-    def visits(self, work: Work | RaggedWork) -> Visits:
-        return uniform(self.domain.visits(work.q_tile, self.grid.bounds(work)))
-
-    def tile(self, visits: Visits, position: int) -> int:
-        return self.domain.tile(visits, position)
 
 
 class TmaJointLoad(JointLoad, TmaLoad):
@@ -127,34 +68,6 @@ class TmaJointLoad(JointLoad, TmaLoad):
 
     def numbered(self, number: Int32) -> RaggedWork:
         return self.grid.work_taken(number)
-
-
-class Grid:
-    """The work tiles of a batch of equal sequences. The integer at address `counter` counts those taken, from `base`
-    on."""
-
-    def __init__(self, shape, bounds: Bounds, counter: Int64, base: Int32) -> None:
-        self.shape = shape  # (q_tiles, heads, batches, group)
-        self.whole = bounds
-        self.counter, self.base = counter, base
-
-    def bounds(self, work: Work) -> Bounds:
-        return self.whole
-
-    def first(self) -> Work:
-        return work_of(cute.arch.block_idx()[0], *self.shape)
-
-    def count(self) -> Int32:
-        counter = cute.make_ptr(Int32, self.counter, cute.AddressSpace.gmem, assumed_align=4)
-        return Int32(cute.arch.atomic_add(counter.llvm_ptr, Int32(1)))
-
-    def work_taken(self, taken: Int32) -> Work:
-        return work_of(cute.arch.grid_dim()[0] + (taken - self.base), *self.shape)
-
-
-def uniform(visits: Visits) -> Visits:
-    """In uniform registers: they are live over all loops, and are not worked out anew for every tile."""
-    return Visits(*(n if isinstance(n, int) else cute.arch.make_warp_uniform(n) for n in visits))
 
 
 class WgmmaAttend(Attend):
@@ -246,7 +159,7 @@ class WgmmaAttend(Attend):
 
     def cap(self) -> None:
         self.capped[0] = 1
-        softmax.cap(self.s, self.logits.cap_factor)
+        numbers.cap(self.s, self.logits.cap_factor)
 
     def cap_again(self, tile: int) -> None:
         self.cap()
@@ -260,7 +173,7 @@ class WgmmaAttend(Attend):
         distances = [start - (self.row(work, r) + own) for r in range(softmax.ROWS)]
         if section is Section.BODY:  # whose keys are all on one side of a query
             before = distances[0] < 0
-            self.penalise_side(distances, softmax.select(before, self.slope[0], -self.slope[0]))
+            self.penalise_side(distances, numbers.select(before, self.slope[0], -self.slope[0]))
         else:
             softmax.penalise(self.s, self.slope[0], distances, self.lane)
             self.shift.fill(0.0)
@@ -275,7 +188,7 @@ class WgmmaAttend(Attend):
         found = score * self.scale_log2
         if self.caps_late:
             light = score * (score * score * self.logits.cap_cubic + self.logits.cap_linear)
-            return softmax.select(self.capped[0] != 0, found, light)
+            return numbers.select(self.capped[0] != 0, found, light)
         return found + self.shift[r] if self.score.alibi else found
 
     def mask(self, work: Work, tile: int, section: Section) -> None:
@@ -304,7 +217,7 @@ class WgmmaAttend(Attend):
         for r in range(softmax.ROWS):
             self.grown[r] = cute.arch.fmax(self.needed(r), self.reference[r])
             row_grew = self.grown[r] > self.reference[r] + self.kernel.config.rescale_above
-            grew = row_grew if grew is None else softmax.either(grew, row_grew)
+            grew = row_grew if grew is None else numbers.either(grew, row_grew)
         return cute.arch.vote_any_sync(grew)
 
     def rescale(self) -> None:
@@ -374,12 +287,12 @@ class WgmmaAttend(Attend):
         self.reference[r] = self.reference[r] + Float32(steps)
         factors = softmax.pair_of_powers_of_2(-steps, self.kernel.dtype)
         for i in range(r, cute.size(self.p), softmax.ROWS):
-            self.p[i] = softmax.multiply_pair(self.p[i], factors, self.kernel.dtype)
+            self.p[i] = numbers.multiply_pair(self.p[i], factors, self.kernel.dtype)
 
     def outgrown(self) -> Boolean:
         past = softmax.past_limit(self.p)
         if self.caps_late:
-            past = softmax.either(past, self.capped_badly())
+            past = numbers.either(past, self.capped_badly())
         return cute.arch.vote_any_sync(past)
 
     def capped_badly(self) -> Boolean:
@@ -416,9 +329,9 @@ class WgmmaAttend(Attend):
         maxima go on growing, the reference goes ahead of them."""
         top, total = softmax.quad_reduce(self.top[r], cute.arch.fmax), self.total(r)
         rounded = top.to(self.kernel.dtype).to(Float32)
-        ratio = softmax.select(top > total * LARGE_PART, rounded * cute.arch.rcp_approx(top), Float32(1.0))
+        ratio = numbers.select(top > total * LARGE_PART, rounded * cute.arch.rcp_approx(top), Float32(1.0))
         grows = self.mended[0] > softmax.MENDED_EXACTLY
-        ahead = softmax.select(grows, Float32(2.0 ** softmax.AHEAD[self.kernel.dtype]), Float32(1.0))
+        ahead = numbers.select(grows, Float32(2.0 ** softmax.AHEAD[self.kernel.dtype]), Float32(1.0))
         steps = self.steps(top * ahead, total)
         self.lower(r, steps)
         self.reference[r] = self.reference[r] - cute.math.log2(ratio, fastmath=True)
@@ -437,7 +350,7 @@ class WgmmaAttend(Attend):
             blind = self.domain.hi(row, bounds) <= cutlass.max(self.domain.lo(row, bounds), 0)
             if self.kernel.ragged:
                 past = row >= bounds.seqlen_q
-                blind, sink = softmax.either(blind, past), softmax.select(past, Float32(-Float32.inf), sink)
+                blind, sink = numbers.either(blind, past), numbers.select(past, Float32(-Float32.inf), sink)
             # The sink is a logit more, whose value is 0: the larger of it and the reference counts as 1.
             largest = cute.arch.fmax(self.reference[r], self.sink[0])
             shrink = cute.math.exp2(self.reference[r] - largest, fastmath=True)
@@ -446,10 +359,10 @@ class WgmmaAttend(Attend):
             factor = cute.arch.rcp_approx(total) * shrink
             for column in range(self.kernel.config.value_dim // 4):
                 at = softmax.element(r, column)
-                self.o[at] = softmax.select(blind, Float32(0.0), self.o[at] * factor)
+                self.o[at] = numbers.select(blind, Float32(0.0), self.o[at] * factor)
             if not self.optimistic:
                 lse = (largest + cute.math.log2(total, fastmath=True)) * LN2
-                self.store.lse(work, row, softmax.select(blind, sink * LN2, lse), self.lane)
+                self.store.lse(work, row, numbers.select(blind, sink * LN2, lse), self.lane)
 
     def o_place(self, slot: Slot) -> Int32:
         """The slot that O leaves through, among V's or Q's."""
@@ -475,40 +388,6 @@ class WgmmaAttend(Attend):
 
     def drain(self) -> None:
         self.store.drain(self.thread)
-
-
-class Logits:
-    """The run-time numbers that scores, and a row's sum of weights, depend on."""
-
-    def __init__(self, scale_log2, cap_factor, sinks: Int64, slopes: Int64, heads: Int32, slopes_batch: Int32) -> None:
-        self.scale_log2 = scale_log2
-        self.cap_factor = cap_factor
-        self.cap_linear = scale_log2 * cap_factor
-        self.cap_cubic = self.cap_linear * cap_factor * cap_factor * -softmax.CUBIC
-        self.least_slope = self.cap_linear * (1 - softmax.CUBIC * softmax.SMALL * softmax.SMALL)
-        self.sinks = sinks
-        self.slopes = slopes
-        self.heads = heads
-        self.slopes_batch = slopes_batch  # from a batch entry to the next, in elements
-
-    @cute.jit
-    def sink(self, work: Work) -> Float32:
-        """The head's, log2; minus infinity where there is none."""
-        found = Float32(-Float32.inf)
-        if self.sinks != 0 and work.valid != 0:
-            found = self.read(self.sinks, work.head)
-        return found * LOG2_E
-
-    @cute.jit
-    def slope(self, work: Work) -> Float32:
-        found = Float32(0.0)
-        if work.valid != 0:
-            found = self.read(self.slopes, work.batch * self.slopes_batch + work.head)
-        return found * LOG2_E / self.scale_log2
-
-    def read(self, address: Int64, index: Int32) -> Float32:
-        numbers = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-        return cute.make_tensor(numbers + index, cute.make_layout(1))[0]
 
 
 class OutputStore:
@@ -564,151 +443,17 @@ def mma_shapes(dtype: type[cutlass.Numeric], config: BlockConfig) -> tuple[cute.
     return qk, mma(config.value_dim, mn_major, warpgroup.OperandSource.RMEM)
 
 
-class Whole(NamedTuple):
-    """Sizes of the tensors q and k."""
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads: int
-    kv_heads: int
-
-    @classmethod
-    def of(cls, q: cute.Tensor, k: cute.Tensor) -> Whole:
-        """From (S, D, H, B)."""
-        (rows, _, heads, batch), (keys, _, kv_heads, _) = q.shape, k.shape
-        return cls(batch, rows, keys, heads, kv_heads)
-
-
-class ForwardKernel:
+class ForwardKernel(ForwardLaunch):
     """Compiles to one cubin for (dtype, mask, score, ragged or not, block config)."""
 
-    def __init__(
-        self,
-        dtype: type[cutlass.Numeric],
-        mask: str,
-        score: str,
-        ragged: bool,
-        config: BlockConfig,
-        paged: int = 0,
-    ) -> None:
-        self.paged = paged
+    q_rows = ROWS_PER_WARPGROUP
+
+    def __init__(self, dtype, mask: str, score: str, ragged: bool, config: BlockConfig, paged: int = 0) -> None:
+        super().__init__(dtype, mask, score, ragged, config, paged)
         self.producers = producer_warps(paged)
-        self.dtype = dtype
-        self.score = SCORES[score]
-        self.ragged = ragged
-        self.config = config
-        self.domain = DOMAINS[mask](config.tile_m, config.tile_n, nearest_first=self.score.alibi)
-        self.work = RaggedWork if ragged else Work
 
-    def _arguments(self, sizes: Int64, addresses) -> tuple[list[cute.Tensor], list, Whole, list[Int32]]:
-        """Tensors (S, D, H, B) at their addresses, the units of ragged ones, their sizes, and the numbers that lie
-        behind on the host."""
-        at = cute.make_ptr(Int64, sizes, cute.AddressSpace.generic, assumed_align=8)
-        numbers = cute.make_tensor(at, cute.make_layout(len(SIZES)))
-        found = {name: numbers[i] for i, name in enumerate(SIZES)}
-        tensors, units = [], []
-        for name, address in zip("qkvo", addresses, strict=True):
-            shape = [Int32(found[size]) for size in SHAPES[name]]
-            strides = [cute.assume(found[f"{name} {mode}"], divby=STRIDE_ELEMENTS) for mode in ("batch", "row", "head")]
-            batch, rows, heads, dims = shape
-            if self.paged and name in "kv":
-                batch, rows = Int32(found["pages"]), Int32(found["page"])
-            by_batch, by_row, by_head = strides
-            layout = cute.make_layout((rows, dims, heads, batch), stride=(by_row, 1, by_head, by_batch))
-            if self.ragged:
-                unit = cute.assume(found[f"{name} unit"], divby=STRIDE_ELEMENTS)
-                of_row, of_entry = Int32(by_row // unit), Int32(by_batch // unit)
-                shape = RaggedCopy.ROWS, dims, (batch - 1) * of_entry + rows * of_row + 1, RaggedCopy.ROWS + 1, heads
-                wrap = cute.assume(RaggedCopy.WRAP - by_row, divby=STRIDE_ELEMENTS)
-                layout = cute.make_layout(shape, stride=(by_row, 1, unit, wrap, by_head))
-                units.append((of_row, of_entry))
-            pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-            tensors.append(cute.make_tensor(pointer, layout))
-        whole = Whole(*(Int32(found[name]) for name in Whole._fields))
-        return tensors, units, whole, [Int32(found[name]) for name in NUMBERS]
-
-    @cute.jit
-    def __call__(
-        self,
-        sizes: Int64,
-        q: Int64,
-        k: Int64,
-        v: Int64,
-        o: Int64,
-        lse: Int64,
-        sinks: Int64,
-        slopes: Int64,
-        scale_log2: Float32,
-        cap_factor: Float32,
-        counter: Int64,
-        base: Int32,
-        stream,
-        cu_seqlens_q: Int64,
-        cu_seqlens_k: Int64,
-        seqused_q: Int64,
-        seqused_k: Int64,
-    ):
-        config = self.config
-        rows, keys, dims, value_dims = ROWS_PER_WARPGROUP, config.tile_n, config.head_dim, config.value_dim
-        self.qk, self.pv = mma_shapes(self.dtype, self.config)
-        (q, k, v, o), units, whole, numbers = self._arguments(sizes, (q, k, v, o))
-        head_group, multiprocessors, left, right, slopes_batch, sequences, packed, _, _, *paging, least = numbers
-        v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, *range(2, cute.rank(v))]))
-        by_rows, by_columns = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        layouts = (  # of one slot of Q, K, V and O
-            sm90.make_smem_layout_a(by_rows, (rows, keys, dims), self.dtype, 1),
-            sm90.make_smem_layout_b(by_rows, (rows, keys, dims), self.dtype, 1),
-            sm90.make_smem_layout_b(by_columns, (rows, value_dims, keys), self.dtype, 1),
-            sm90.make_smem_layout_a(by_rows, (rows, keys, value_dims), self.dtype, 1),
-        )
-
-        load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tiles = (rows, dims), (keys, dims), (value_dims, keys), (rows, value_dims)
-        shared = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
-        if const_expr(self.paged):
-            tiles = tiles[0], (self.paged, dims), (value_dims, self.paged), tiles[3]
-            shared = [shared[0], _piece(shared[1], 0, self.paged), _piece(shared[2], 1, self.paged), shared[3]]
-        copies = [
-            cpasync.make_tiled_tma_atom(way, tensor, layout, tile)
-            for way, tensor, layout, tile in zip((load, load, load, save), (q, k, v, o), shared, tiles, strict=True)
-        ]
-        atoms, tensors = zip(*copies, strict=True)
-
-        q_tiles = cute.ceil_div(whole.seqlen_q, config.tile_m) * whole.batch
-        if const_expr(self.ragged):
-            q_tiles = q_tiles + packed * (sequences + 2)  # at most
-            starts_k = Int64(0) if const_expr(self.paged) else cu_seqlens_k
-            self.list_sequences(
-                (cu_seqlens_q, starts_k, seqused_q, seqused_k),
-                (sequences, whole.seqlen_q, whole.seqlen_k, head_group, q_tiles, least),
-                counter,
-                packed,
-            ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
-        self.kernel(
-            atoms,
-            tensors,
-            layouts,
-            units,
-            whole if const_expr(self.ragged) else (),
-            (cu_seqlens_k, paging[1], paging[0]) if const_expr(self.paged) else (),
-            (self.qk, self.pv),
-            lse,
-            (scale_log2, cap_factor, sinks, slopes, whole.heads, slopes_batch),
-            sequences if const_expr(self.ragged) else head_group,
-            (left, right),
-            counter,
-            base,
-        ).launch(
-            grid=(cutlass.min(q_tiles * whole.heads, multiprocessors), 1, 1),
-            block=(config.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
-    @cute.kernel
-    def list_sequences(self, addresses, sizes, listing: Int64, packed: Int32):
-        List(Lengths(addresses, *sizes, self.config.tile_m), listing, packed).make()
+    def mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        return mma_shapes(self.dtype, self.config)
 
     @cute.kernel
     def kernel(
@@ -888,12 +633,3 @@ def _slots(start: cute.Pointer, one, slots: int, step: int, dtype) -> cute.Tenso
     """Tiles in shared memory, `step` elements apart, from the layout of one."""
     layout = cute.make_layout((*one.outer.shape[:2], slots), stride=(*one.outer.stride[:2], step))
     return cute.make_tensor(cute.recast_ptr(start, one.inner, dtype=dtype), layout)
-
-
-def _piece(layout, keys: int, count: int):
-    """Of a tile in shared memory, `count` keys, which are mode `keys`: rows of a swizzle's width follow one another."""
-    outer = layout.outer
-    shape, stride = list(outer.shape), list(outer.stride)
-    shape[keys], stride[keys] = count, outer.stride[keys][0]
-    piece = cute.make_layout(tuple(shape), stride=tuple(stride))
-    return cute.make_composed_layout(layout.inner, layout.offset, piece)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass._mlir.dialects import arith, llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass._mlir.dialects import arith
+from cutlass.cutlass_dsl import dsl_user_op
 
-# tanh(x) is x - CUBIC x^3 up to SMALL, within 2^-11 of it.
-CUBIC, SMALL = 0.3185, 0.375
+from fmha.kernels.common.numbers import as_bits, as_float, pack_16bit, select
+
 ROWS = 2  # per thread
 
 # For optimistic roles, in log2. From 2^1 on the highest exponent bit of bfloat16 and float16 is set, and of no smaller
@@ -27,36 +27,6 @@ MOST = {cutlass.BFloat16: 120, cutlass.Float16: 15}
 MENDED_EXACTLY = 1
 AHEAD = {cutlass.BFloat16: 64, cutlass.Float16: 4}
 EXPONENT = {cutlass.BFloat16: (7, 127), cutlass.Float16: (10, 15)}  # where it begins, and its bias
-
-
-def pack_16bit(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
-    """Two floats as two 16-bit ones in a register, rounded to nearest even."""
-    return _pair(f"cvt.rn.{_PAIR[dtype]}.f32 $0, $1, $2;", "=r,f,f", Float32(high), Float32(low))
-
-
-def multiply_pair(a: Int32, b: Int32, dtype: type[cutlass.Numeric]) -> Int32:
-    """Two 16-bit floats by two."""
-    return _pair(f"mul.rn.{_PAIR[dtype]} $0, $1, $2;", "=r,r,r", Int32(a), Int32(b))
-
-
-_PAIR = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
-
-
-@dsl_user_op
-def _pair(text: str, constraints: str, a: cutlass.Numeric, b: cutlass.Numeric, *, loc=None, ip=None) -> Int32:
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [a.ir_value(loc=loc, ip=ip), b.ir_value(loc=loc, ip=ip)],
-            text,
-            constraints,
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
 
 
 def pack(source: cute.Tensor, target: cute.Tensor, dtype: type[cutlass.Numeric]) -> None:
@@ -87,16 +57,6 @@ def pair_of_powers_of_2(exponent: Int32, dtype: type[cutlass.Numeric]) -> Int32:
     return ((exponent + bias) << start) * 0x10001
 
 
-@dsl_user_op
-def as_bits(value: Float32, *, loc=None, ip=None) -> Int32:
-    return Int32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
-@dsl_user_op
-def as_float(bits: Int32, *, loc=None, ip=None) -> Float32:
-    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
 def columns(accumulators: cute.Tensor) -> int:
     """Columns of each of its two rows that a thread holds."""
     return cute.size(accumulators) // ROWS
@@ -120,12 +80,6 @@ def quad_reduce(value: Float32, combine) -> Float32:
     for distance in (1, 2):
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
     return value
-
-
-def cap(scores: cute.Tensor, factor: Float32) -> None:
-    """Scores become tanh(factor * s), by an instruction whose error is 2^-11 of the result (PTX: tanh.approx)."""
-    for i in range(cute.size(scores)):
-        scores[i] = tanh(scores[i] * factor)
 
 
 def least(values: list[Float32]) -> Float32:
@@ -160,23 +114,6 @@ def penalise(scores: cute.Tensor, slope: Float32, distances: list[Int32], lane: 
             scores[at] = scores[at] - slope * cute.arch.fmax(past, -past)
 
 
-@dsl_user_op
-def tanh(value: Float32, *, loc=None, ip=None) -> Float32:
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [Float32(value).ir_value(loc=loc, ip=ip)],
-            "tanh.approx.f32 $0, $1;",
-            "=f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
 def mask_right(scores: cute.Tensor, limits: list[Int32], lane: Int32) -> None:
     """Scores at or past the row's limit (in columns of this tile) become minus infinity."""
     for row in range(ROWS):
@@ -195,25 +132,6 @@ def mask_left(scores: cute.Tensor, limits: list[Int32], lane: Int32) -> None:
             at = element(row, column)
             outside = limit > 8 * (column // 2) + column % 2
             scores[at] = select(outside, Float32(-Float32.inf), scores[at])
-
-
-@dsl_user_op
-def select(condition: Boolean, yes: Float32, no: Float32, *, loc=None, ip=None) -> Float32:
-    """`yes if condition else no`, without a branch."""
-    return Float32(
-        arith.select(
-            Boolean(condition).ir_value(loc=loc, ip=ip),
-            Float32(yes).ir_value(loc=loc, ip=ip),
-            Float32(no).ir_value(loc=loc, ip=ip),
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
-def either(a: Boolean, b: Boolean) -> Boolean:
-    """Logical or of two run-time values."""
-    return a | b
 
 
 def add(a: Float32, b: Float32) -> Float32:

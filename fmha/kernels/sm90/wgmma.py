@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from fmha.kernels.common.numbers import opaque
 from schedules.tiling import ELEMENT_BYTES, ValueSlots, swizzle_bytes
 
 K = 16  # of one instruction, with 16-bit elements
@@ -135,21 +136,3 @@ def _wgmma(d, a, b: Int64, accumulate: bool, dtype: type[cutlass.Numeric], acros
         ip=ip,
     )
     return [Float32(llvm.extractvalue(float32, result, [i], loc=loc, ip=ip)) for i in range(n)]
-
-
-@dsl_user_op
-def opaque(value: Int32, *, loc=None, ip=None) -> Int32:
-    """The same value, of which the compiler does not know that it is the same."""
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [Int32(value).ir_value(loc=loc, ip=ip)],
-            "mov.b32 $0, $1;",
-            "=r,r",
-            has_side_effects=True,  # and it stays where it is
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )

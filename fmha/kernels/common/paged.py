@@ -1,4 +1,4 @@
-"""What paged attention has of its own on Hopper: rings that `cp.async` fills from pages, and the shares of the CTAs.
+"""What paged attention has of its own: rings that `cp.async` fills from pages, and the shares of the CTAs.
 
 A producer warpgroup copies 16 bytes a thread and instruction, whatever the size of a page, and a ring's full barrier
 completes when the copies of all its threads have landed. They are written by the generic proxy and read by wgmma, so
@@ -15,8 +15,8 @@ from cutlass import Boolean, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-from fmha.kernels.sm90.barriers import QueryRing, TmaRing
-from fmha.kernels.sm90.listing import read
+from fmha.kernels.common.memory import read
+from fmha.kernels.common.rings import QueryRing, TmaRing
 from schedules.decode import PagedRing
 from schedules.forward import Slot
 from schedules.splits import MAX_UNITS, Line, Rows, Split, Splitter

@@ -16,8 +16,8 @@ from cutlass import Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from fmha.jit.arguments import COUNTER, FIRST, LISTED, RECORD, TOTAL, records_at
+from fmha.kernels.common import numbers
 from fmha.kernels.common.memory import at, read, write
-from fmha.kernels.sm90 import softmax
 from schedules.work import BUCKETS, RaggedWork, Sequence, group_of, ragged_work_of, within
 
 THREADS = BUCKETS  # a bucket each where they are added up
@@ -69,7 +69,7 @@ class Lengths:
         return (sequence.rows + self.tile_m - 1) // self.tile_m
 
     def bucket(self, sequence: Sequence) -> Int32:
-        bits = softmax.as_bits(cutlass.Float32(cutlass.max(sequence.seqlen_k, 1)))
+        bits = numbers.as_bits(cutlass.Float32(cutlass.max(sequence.seqlen_k, 1)))
         return BUCKETS - 1 - cutlass.min(BUCKETS - 1, (bits >> 20) - (127 << 3))
 
 
