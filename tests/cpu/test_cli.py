@@ -283,7 +283,7 @@ def test_cache_clear_removes_them(store: Store, capsys: pytest.CaptureFixture[st
 def test_the_demo_without_a_gpu(tmp_path: Path) -> None:
     empty = {"HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "fmha", "demo"], env=os.environ | empty, capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "fmha", "demo"], env=os.environ | empty, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" equal") == len(demo.SIMULATED) + sum(case.head_dim <= 128 for case in demo.SIMULATED)
