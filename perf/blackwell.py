@@ -40,7 +40,7 @@ from perf.blackwell_model import (
 )
 from perf.peers_blackwell import MORE, PEERS, TILE, Code, Row
 from perf.readme import table
-from schedules.tiling import ELEMENT_BYTES
+from schedules.tiling import ELEMENT_BYTES, rows
 
 PAGE = Path(__file__).with_name("blackwell.md")
 NOTICE = "<!-- python -m perf.blackwell --update writes this page. -->"
@@ -431,35 +431,30 @@ def polynomial_section(rows: Mapping[str, Row]) -> list[str]:
 
 def decode_section() -> list[str]:
     per_cycle = HBM_BYTES_PER_SECOND / MULTIPROCESSORS / CLOCK
-    lines = []
+    of_warp = RATES["MUFU"].value / RATES["issue"].value / 32  # EX2 of a warp, a cycle: each has a scheduler to itself
+    lines, slack = [], []
     for head_dim in HEAD_DIMS:
-        kv = 2 * tile_bytes(head_dim)
-        cycles = kv / per_cycle
-        exponentials = {heads: heads * KEYS / RATES["MUFU"].value for heads in (1, 16)}
-        lines.append(
-            (
-                head_dim,
-                f"{kv:,}",
-                f"{cycles:.0f}",
-                f"{2 * mma(head_dim):.0f}",
-                *(f"{cost:.0f}" for cost in exponentials.values()),
-                f"{kv / RATES['L2'].value:.0f}",
-            )
-        )
+        config = rows(head_dim, peers_blackwell.ARCH, paged=True)[0].config
+        kv, exponentials = 2 * tile_bytes(head_dim), KEYS / of_warp
+        memory, multiplied = kv / per_cycle, 2 * mma(head_dim)
+        slack.append(memory / max(multiplied, exponentials))
+        in_flight = config.stages * 2 * tile_bytes(head_dim) * config.tile_n // KEYS
+        cycles = (memory, multiplied, exponentials, kv / RATES["L2"].value)
+        lines.append((head_dim, f"{kv:,}", *(f"{cost:.0f}" for cost in cycles), config.tile_n, f"{in_flight:,}"))
     flight = per_cycle * LOAD
-    slack = min(2 * tile_bytes(head_dim) / per_cycle / (2 * mma(head_dim)) for head_dim in HEAD_DIMS)
-    head = ("D", "bytes of K and V", "HBM", "QK and PV, 128 rows", "EX2, 1 query head", "EX2, 16", "L2")
+    head = ("D", "bytes of K and V", "HBM", "QK and PV", "EX2 of a warp", "L2", "keys a tile", "bytes in flight")
     return [
         "## Paged decode",
-        f"One query row for each head; every key is read once. Cycles of a multiprocessor for a tile of {KEYS} keys, "
-        f"with {HBM_BYTES_PER_SECOND / 1e12:g} TB/s (NVIDIA's data sheet) shared by {MULTIPROCESSORS}: "
-        f"{per_cycle:.1f} bytes a cycle each.",
+        "A thread has each of 128 rows of Q, of which the heads that share K and V fill a few; every key is read once. "
+        f"Cycles of a multiprocessor for {KEYS} keys, with {HBM_BYTES_PER_SECOND / 1e12:g} TB/s (NVIDIA's data sheet) "
+        f"shared by {MULTIPROCESSORS}: {per_cycle:.1f} bytes a cycle each.",
         table(head, lines),
-        f"Memory bounds it, by a factor of {slack:.1f} over the tensor core, whose other rows are padding. To keep "
-        f"the memory busy over a latency of {LOAD} cycles a multiprocessor needs {flight / 1024:.0f} KB in flight, "
-        "and several times that under load. 128 KB were best on an H200 (NOTES.md), whose multiprocessors get less "
-        "each; a B200 may want more. Refuted by: a plain streaming read that stays well below the data sheet, which "
-        "is then the bound.",
+        f"Memory should bound it, if not by much at D {HEAD_DIMS[0]}: by a factor of {min(slack):.1f} to "
+        f"{max(slack):.1f} over what is busiest besides, the exponentials of a warp whatever rows it has. To keep the "
+        f"memory busy over a latency of {LOAD} cycles a multiprocessor needs {flight / 1024:.0f} KB in flight, and "
+        "several times that under load: 128 KB were best on an H200 (NOTES.md), whose multiprocessors get less each. "
+        "Refuted by: a plain streaming read that stays well below the data sheet, which is then the bound; or a rate "
+        "that grows when exponentials are left out, which a polynomial for some of them would then help.",
     ]
 
 

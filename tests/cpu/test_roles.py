@@ -15,7 +15,7 @@ import cutlass
 import pytest
 
 import fmha.kernels
-from fmha.kernels.common import rings
+from fmha.kernels.common.rings import TmaRing
 from fmha.kernels.sm90 import barriers
 from fmha.kernels.sm90.forward import ForwardKernel
 from schedules import forward_tmem, rings, simulate, simulate_decode, simulate_tmem
@@ -139,7 +139,7 @@ CONFIG = replace(simulate.SMALL, stages=3, consumers=3)
 FIRST = 100  # the first barrier
 
 
-def kernel_rings(config: BlockConfig) -> list[rings.TmaRing]:
+def kernel_rings(config: BlockConfig) -> list[TmaRing]:
     """Q of each warpgroup, K, V, and once more Q, as the last warpgroup has it."""
     kernel = ForwardKernel(cutlass.BFloat16, "dense", "plain", False, config)
     (*q, last), k, v = kernel._rings(FIRST, None, [None] * 4, index=config.consumers - 1, heads_per_kv_head=1)

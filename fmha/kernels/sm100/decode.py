@@ -150,9 +150,8 @@ class Tcgen05Decode(InTmem, Leaving, softmax.RowSoftmax, Decode):
     def mask(self, split: Split, tile: int, section: Section) -> None:
         query, bounds = self.packed(split)[0], self.splitter.bounds(split)
         start = tile * self.kernel.config.tile_n
-        softmax.mask_right(self.s, self.domain.hi(query, bounds) - start)
-        if section is Section.LEFT:
-            softmax.mask_left(self.s, self.domain.lo(query, bounds) - start)
+        begin = self.domain.lo(query, bounds) - start if section is Section.LEFT else None
+        softmax.mask(self.s, self.domain.hi(query, bounds) - start, begin)
 
     def exponents(self, s: Slot) -> None:
         """By MUFU alone: memory takes longer."""

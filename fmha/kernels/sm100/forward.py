@@ -141,9 +141,8 @@ class Tcgen05Softmax(softmax.RowSoftmax, Softmax, Tcgen05Role):
 
     def mask(self, work: Work, tile: int, section: Section) -> None:
         row, bounds, start = self.row(work, self.index), self.grid.bounds(work), tile * self.config.tile_n
-        softmax.mask_right(self.s, self.domain.hi(row, bounds) - start)
-        if section is Section.LEFT:
-            softmax.mask_left(self.s, self.domain.lo(row, bounds) - start)
+        begin = self.domain.lo(row, bounds) - start if section is Section.LEFT else None
+        softmax.mask(self.s, self.domain.hi(row, bounds) - start, begin)
 
     def write_factor(self) -> None:
         self.shared.notes[self.thread, 0, self.index] = self.factor[0]

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fmha.kernels.common import numbers
 from fmha.kernels.sm100 import tcgen05
@@ -18,6 +20,7 @@ from schedules.forward import FLOOR
 
 AT_ONCE = 32  # columns of tensor memory that a thread loads or stores by one instruction
 FEW = 16  # where it has few registers
+WORD = 32  # columns that are masked at a time
 CHAINS = 4  # in which a row is gone through
 
 # 2^x = 2^floor(x) p(x - floor(x)), with p(0) = 1 exactly. The relative error of p over [0, 1) is 2^-13.5.
@@ -124,16 +127,34 @@ def _negative(pair: tcgen05.Pair) -> tcgen05.Pair:
     return -pair[0], -pair[1]
 
 
-def mask_right(scores: cute.Tensor, limit: Int32) -> None:
-    """Scores at or past the limit (in columns of this tile) become minus infinity."""
-    for column in range(cute.size(scores)):
-        scores[column] = numbers.select(limit <= column, Float32(-Float32.inf), scores[column])
+def mask(scores: cute.Tensor, end: Int32, begin: Int32 | None = None) -> None:
+    """Scores at or past `end` (in columns of this tile), or before `begin`, become minus infinity. ptxas makes
+    predicates of eight bits at a time (R2P), where comparisons would take an instruction each."""
+    for first in range(0, cute.size(scores), WORD):
+        seen = ones(end - first)
+        if begin is not None:
+            seen = seen & ~ones(begin - first)
+        for i in range(WORD):
+            bit = seen & (1 << i if i < WORD - 1 else -(1 << i))
+            scores[first + i] = numbers.select(bit != 0, scores[first + i], Float32(-Float32.inf))
 
 
-def mask_left(scores: cute.Tensor, limit: Int32) -> None:
-    """Scores before the limit become minus infinity."""
-    for column in range(cute.size(scores)):
-        scores[column] = numbers.select(limit > column, Float32(-Float32.inf), scores[column])
+@dsl_user_op
+def ones(count: Int32, *, loc=None, ip=None) -> Int32:
+    """So many of the lowest bits, none if it is negative, all from 32 on (PTX: bmsk.clamp)."""
+    count = cutlass.max(count, 0)
+    found = llvm.inline_asm(
+        T.i32(),
+        [Int32(count).ir_value(loc=loc, ip=ip)],
+        "bmsk.clamp.b32 $0, 0, $1;",
+        "=r,r",
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(found)
 
 
 def penalise(scores: cute.Tensor, slope: Float32, distance: Int32) -> None:
