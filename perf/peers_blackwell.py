@@ -106,7 +106,8 @@ def read(cubin: Path, ours: bool = False) -> Row:
         header = loop.address // sass.INSTRUCTION_BYTES
         return Code.of([one for block in graph.shortest_round(header, loops[header]) for one in graph.blocks[block]])
 
-    masked = {loop.masking: common(loop) for loop in reversed(found.masked)}  # one for each warpgroup's copies
+    copies = len(found.bodies)  # of each loop: a softmax warpgroup may have its own
+    masked = sorted((common(loop) for loop in found.masked), key=lambda code: code.instructions)[::copies]
     return Row(
         registers=found.registers,
         setmaxnreg=found.setmaxnreg,
@@ -116,7 +117,7 @@ def read(cubin: Path, ours: bool = False) -> Row:
         instructions=found.instructions,
         keys=found.body.columns,
         body=common(found.body),
-        masked=tuple(masked[key] for key in sorted(masked)),
+        masked=tuple(masked),
         roles=_roles(graph, loops) if ours else {},
     )
 
