@@ -142,7 +142,7 @@ def test_head_dims_select_the_paged_kernels_that_serve_them(head_dims: list[int]
     assert len(chosen) == len(set(chosen)) == kernels * len(problem.PAGED_LAYOUTS) * len(problem.DTYPES)
 
 
-@pytest.mark.parametrize("arch", problem.UNRUN)
+@pytest.mark.parametrize("arch", sorted(problem.UNRUN))
 @pytest.mark.parametrize(
     ("arguments", "forward", "paged"),
     [([], 18, 24), (["--ragged", "--score", *SCORES], 72, 0), (["--head-dim", "72"], 6, 8), (["--paged"], 0, 24)],
