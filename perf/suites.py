@@ -7,10 +7,10 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fmha.problem import Problem
-from schedules.scores import SCORES
+if TYPE_CHECKING:  # `perf.launch` measures what the import takes
+    from fmha.problem import Problem
 
 TOKENS = 16384  # B x S of the dense suite
 WIDTH = 2048  # H x D of the dense suite
@@ -53,6 +53,9 @@ class Case:
     @property
     def problem(self) -> Problem:
         """What selects a kernel."""
+        from fmha.problem import Problem
+        from schedules.scores import SCORES
+
         mask = "window" if self.left is not None else "causal" if self.causal else "dense"
         score = self.score if self.score in SCORES else "plain"  # sinks are no matter of the kernel's
         return Problem(self.dtype, self.head_dim, mask, score, ragged=bool(self.packed))
