@@ -25,8 +25,14 @@ settings.load_profile("project")
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Every run compiles its kernels afresh and leaves the user's cache alone, unless $FMHA_CACHE_DIR names another."""
-    os.environ.setdefault("FMHA_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+    """Every run compiles its kernels afresh and leaves the user's cache alone, unless $FMHA_CACHE_DIR names another.
+    Workers side by side share them: each is compiled once, whoever comes first."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    kernels = folder / "kernels"
+    kernels.mkdir(mode=0o700, exist_ok=True)
+    os.environ.setdefault("FMHA_CACHE_DIR", str(kernels))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
