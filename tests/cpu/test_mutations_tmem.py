@@ -24,7 +24,7 @@ PROBLEMS = (  # a single CTA computes all work tiles
     Problem(70, 90, causal=True, config=tmem(stages=1)),
     Problem(40, 100, causal=True, heads=2, spread=20.0, config=tmem(stages=3, q_stages=2, o_stages=2)),
     Problem(20, 10, heads=3, config=tmem()),  # a single tile each
-    Problem(20, 25, heads=2, config=tmem(o_stages=2)),  # two
+    Problem(20, 25, heads=5, config=tmem(o_stages=2)),  # two
     Problem(16, 16, causal=True, heads=2, config=tmem(q_stages=2)),  # a single one, of which every query sees a part
     Problem(60, 120, window=(70, 10), config=tmem()),  # two or three tiles in every section
     Problem(50, 60, window=(3, 2), config=tmem(), softcap=5.0),  # narrower than a tile: no body

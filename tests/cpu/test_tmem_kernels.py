@@ -69,7 +69,7 @@ def some_paged() -> list[tuple[PagedProblem, TmemPagedConfig, str]]:
 def test_decoding_spills_nothing_either(problem, config, arch):
     found = resources(problem, config, arch)
     assert (found.local_loads, found.local_stores, found.stack_bytes) == (0, 0, 0)
-    assert found.setmaxnreg == config.registers
+    assert found.setmaxnreg == tuple(sorted(config.registers))
     assert found.registers == 64 * 1024 // config.threads // 8 * 8, "the launch's"
     body = found.body
     assert body.kinds["ex2"] == config.tile_n + 1 and body.columns == config.tile_n
