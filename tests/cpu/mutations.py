@@ -6,12 +6,17 @@ import ast
 import builtins
 import copy
 import inspect
+import itertools
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from schedules.machine import ScheduleError
+from tests.cpu.simulation import ADVERSARIES, WrongNumbers
+
+CRASHES = (ArithmeticError, LookupError)  # of programs that divide, and look up in tables
 ONE_KIND = ("post", "work", "borrow", "give_back", "reclaim")  # what other rings cannot do
 
 
@@ -51,6 +56,23 @@ def mutants_of(subjects: Mapping[type, Alike], without: Sequence[str] = ()) -> d
                 times[name] += 1
                 found[name if times[name] == 1 else f"{name}  [{times[name]}]"] = Mutant(subject, mutated)
     return found
+
+
+def first_objection(
+    simulate: Callable[..., Any],
+    problems: Iterable[Any],
+    seeds: Iterable[int],
+    policies: Sequence[str] = ADVERSARIES,
+    crashes: tuple[type[Exception], ...] = (),
+) -> Exception | None:
+    """The first thing that goes wrong, over all seeds, policies and problems; `crashes` are what else a broken program
+    may end with."""
+    for seed, policy, problem in itertools.product(seeds, policies, problems):
+        try:
+            simulate(problem, seed, policy)
+        except (ScheduleError, WrongNumbers, *crashes) as error:
+            return error
+    return None
 
 
 def judge(name: str, error: Exception | None, reasons: Mapping[str, str]) -> None:

@@ -20,9 +20,20 @@ from schedules.machine import CountError, Deadlock, Hazard, ScheduleError
 from schedules.rings import Counts
 from schedules.simulate_decode import DecodeCta, NumpyDecode, NumpyFetch, NumpyPagedRing, NumpyPagedWorkRing
 from schedules.simulate_decode import NumpySplitter as Splitter
-from tests.cpu.mutations import Alike, Mutant, is_not_stale, judge, mutants_of, reach_every_call, seeds_for, tell
+from tests.cpu.mutations import (
+    CRASHES,
+    Alike,
+    Mutant,
+    first_objection,
+    is_not_stale,
+    judge,
+    mutants_of,
+    reach_every_call,
+    seeds_for,
+    tell,
+)
 from tests.cpu.paged import Ask, PagedProblem, run, whole
-from tests.cpu.simulation import ADVERSARIES, WrongNumbers
+from tests.cpu.simulation import ADVERSARIES
 
 MANY = whole([100, 0, 37, 1, 64], heads=4, kv_heads=2)
 PACKED = PagedProblem(
@@ -339,15 +350,7 @@ def counts() -> dict[str, type[DecodeCta]]:
 def objection(
     cta: type[DecodeCta], policies: Sequence[str] = ADVERSARIES, seeds: Sequence[int] = SEEDS
 ) -> Exception | None:
-    """The first thing that goes wrong with `cta`, over all seeds, policies and problems."""
-    for seed in seeds:
-        for policy in policies:
-            for problem in PROBLEMS:
-                try:
-                    run(problem, seed, policy, cta=cta)
-                except (ScheduleError, WrongNumbers, ArithmeticError, LookupError) as error:
-                    return error
-    return None
+    return first_objection(lambda problem, *how: run(problem, *how, cta=cta), PROBLEMS, seeds, policies, CRASHES)
 
 
 def objection_to(mutant: Mutant, seeds: Sequence[int] = SEEDS) -> Exception | None:
